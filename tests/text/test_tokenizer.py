@@ -138,6 +138,13 @@ def test_tokens_in_a_form_that_cant_be_read_are_named(tmp_path: Path, values: di
         with pytest.raises(CheckpointError, match=rf"{name}.*{words}"):
             Tokenizer.from_path(tmp_path)
         (tmp_path / name).write_text(kept)
+    edit(
+        tmp_path,
+        added_tokens_decoder=None,
+        extra_special_tokens={"a": None},
+        additional_special_tokens=[None],
+        pad_token=None,
+    )
     Tokenizer.from_path(tmp_path)
 
 

@@ -29,7 +29,7 @@ _Token: Any = msgspec.defstruct("_Token", [("content", str), *_FLAGS], omit_defa
 _TokenLists: Any = TypedDict(  # type: ignore[misc]  # names from tuples
     "_TokenLists",
     {"added_tokens_decoder": dict[int, _Token] | None}
-    | dict.fromkeys(_UNNAMED_TOKENS, list[str | _Token] | dict[str, str | _Token] | None)
+    | dict.fromkeys(_UNNAMED_TOKENS, list[str | _Token | None] | dict[str, str | _Token | None] | None)
     | dict.fromkeys(_NAMED_TOKENS, str | _Token | None),
     total=False,
 )
