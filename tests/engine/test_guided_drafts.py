@@ -127,3 +127,33 @@ def test_answers_that_come_again_are_drafted_by_the_host_under_a_grammar(
         before = accepted(drafted)
         assert said(drafted.generate(few, params, use_tqdm=False)) == said(plain.generate(few, params, use_tqdm=False))
         assert accepted(drafted) - before > 40 * rounds
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7])
+def test_what_excludes_every_token_ends_a_text_behind_the_same_token(
+    path: str, monkeypatch: pytest.MonkeyPatch, right: float
+) -> None:
+    params = SamplingParams(
+        temperature=0,
+        seed=0,
+        max_tokens=40,
+        logprobs=1,
+        bad_words=["8"],
+        structured_outputs=StructuredOutputsParams(regex="[0-3]{6}8"),
+    )
+
+    def ends(llm: LLM) -> list[Any]:
+        found = llm.generate(questions(), params, use_tqdm=False)
+        assert all(output.error is not None for output in found)
+        ended = [one for output in found for one in output.outputs]
+        assert all(len(one.logprobs or ()) == len(one.token_ids) for one in ended)
+        return [(one.token_ids, one.text, one.finish_reason) for one in ended]
+
+    expected = ends(LLM(path, **HOW))
+    texts = {
+        (*prompt["prompt_token_ids"], 0): [*prompt["prompt_token_ids"], *tokens]
+        for prompt, (tokens, *_) in zip(questions(), expected, strict=True)
+    }
+    plant(monkeypatch, texts, right)
+    assert ends(LLM(path, **HOW, **drafting())) == expected
+    assert any(len(tokens) > 1 for tokens, *_ in expected)

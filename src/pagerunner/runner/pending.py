@@ -32,8 +32,10 @@ class PendingStep:
         rows = self.sampled_rows
         if self.sampled is not None:
             tokens, details = self.sampled.read()
-            errors = {rows[index // self.width]: error for index, error in self.sampled.errors.items()}
-            if self.width == 1:
+            failed = self.sampled.errors
+            # of a row with drafts the first place that failed
+            errors = {rows[index // self.width]: error for index, error in sorted(failed.items(), reverse=True)}
+            if self.width == 1 and not failed:
                 logprobs = {row: [detail] for row, detail in zip(rows, details, strict=True) if detail is not None}
                 token_ids = [[token] for token in tokens]
             else:
@@ -57,15 +59,18 @@ class PendingStep:
     def _by_row(
         self, tokens: list[int], details: list[TokenLogprobs | None], logprobs: dict[int, list[TokenLogprobs]]
     ) -> tuple[list[list[int]], dict[int, int]]:
-        """Of rows with several places the tokens, and how many drafts there were. Adds their `logprobs`."""
+        """Of rows with several places the tokens up to one that failed, and how many drafts there were. Adds their `logprobs`."""
         token_ids: list[list[int]] = []
         drafted: dict[int, int] = {}
+        failed = () if self.sampled is None else self.sampled.errors
         for number, row in enumerate(self.sampled_rows):
             first = number * self.width
             places = tokens[first : first + self.width]
-            drafted[row], taken = count_drafts(places)
-            token_ids.append(places[: taken + 1])
-            own = [detail for detail in details[first : first + taken + 1] if detail is not None]
+            drafts, taken = count_drafts(places)
+            kept = next((at for at in range(taken + 1) if first + at in failed), taken + 1)
+            drafted[row] = drafts if kept > taken else 0
+            token_ids.append(places[:kept])
+            own = [detail for detail in details[first : first + kept] if detail is not None]
             if own:
                 logprobs[row] = own
         return token_ids, drafted

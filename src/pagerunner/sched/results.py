@@ -29,7 +29,8 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[Re
             elif row.samples:
                 own = logprobs.get(number) if logprobs else None
                 tried = _drafted(state, token_ids, drafted.get(number)) if drafted else None
-                updates.append(_append(state, sequence, token_ids, own, tried, result.drafts.get(number, ())))
+                ahead, error = result.drafts.get(number, ()), result.errors.get(number)
+                updates.append(_append(state, sequence, token_ids, own, tried, ahead, error))
         except Exception as error:
             state.distrust(sequence, row.start)
             updates.append(state.fail(sequence, "continued", error))
@@ -45,8 +46,8 @@ def _end_row(
     """
     if number in result.errors:
         error = result.errors[number]
-        if error == NO_TOKEN_ALLOWED:  # the request's own doing
-            return state.update(sequence, "error", error=error, param="structured_outputs")
+        if error == NO_TOKEN_ALLOWED:  # the request's own doing, after the tokens that are there
+            return None
         state.distrust(sequence, 0)  # any page that the row has read may be the wrong one
         return state.update(sequence, "error", error=error)
     if number in result.prompt_logprobs:
@@ -73,8 +74,10 @@ def _append(
     logprobs: list[TokenLogprobs] | None,
     drafted: tuple[int, int] | None,
     drafts: Ids[int],
+    error: str | None,
 ) -> RequestUpdate:
-    """Append sampled tokens up to the one that ends the sequence. `drafted` goes with them, and `drafts` are those of the next row, if they are told."""
+    """Append sampled tokens up to the one that ends the sequence; it has failed behind them if there is an `error`. `drafted` goes with them, and
+    `drafts` are those of the next row, if they are told."""
     tokens = sequence.tokens
     known = len(tokens)
     reason: FinishReason | None = None
@@ -98,6 +101,9 @@ def _append(
         state.manager.publish(grant, tokens, len(tokens) - (not sequence.pending))
     if reason is not None:
         return state.update(sequence, reason, token_ids=token_ids, stop=stop, logprobs=logprobs, drafted=drafted)
+    if error is not None:
+        field = "structured_outputs"
+        return state.update(sequence, "error", token_ids=token_ids, logprobs=logprobs, error=error, param=field)
     if sequence.guide is not None:
         if state.host_drafter is not None:
             drafts = sequence.host_drafts = state.guess(sequence, sequence.drafts)
