@@ -13,8 +13,10 @@ from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
 from pagerunner.ops.kernels import indexer, indexer_one, latent_wide
 from pagerunner.ops.kernels.linear_wide import has_gluon
-from pagerunner.ops.rope import rope_angles
-from pagerunner.ops.sparse_latents import chosen_values, store_slots_
+from pagerunner.ops.latent_heads import LatentPrep
+from pagerunner.ops.linear import Norm
+from pagerunner.ops.rope import RopeAngles, rope_angles
+from pagerunner.ops.sparse_latents import Latents, absorb_slots_, chosen_values, store_slots_
 
 CHOICE = indexer_cases.Case((), top_k=2048, heads=64, size=128, slots=64)
 LONG = ((2046, 1), (2047, 1), (2048, 1), (5000, 1), (127, 1), (20_000, 1), (8191, 1), (8192, 1))
@@ -159,3 +161,39 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     store_slots_(vectors, vectors[:, :128].contiguous(), held, keys, torch.zeros(keys.shape[:2], device="cuda"), where)
     found = chosen_values(*given)
     assert found[0].isnan().all() and found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 100])
+def test_a_launch_stores_slots_and_carries_queries(tokens: int, fp8: bool) -> None:
+    """As several launches do. One token has no page."""
+    torch.manual_seed(tokens)
+    dtype, slots, size = torch.bfloat16, 16, 656 if fp8 else 1152
+    memory = torch.zeros(8, slots, size, dtype=torch.uint8, device="cuda")
+    if fp8:
+        codes, scales, rope = memory.split((512, 16, 128), -1)
+        held = Latents(codes.view(torch.float8_e4m3fn), rope.view(dtype), scales.view(torch.float32))
+        keys = torch.zeros(8, slots, 128, device="cuda").to(torch.float8_e4m3fn)
+        key_scales = torch.zeros(8, slots, device="cuda")
+    else:
+        held = Latents(*memory.view(dtype).split((512, 64), -1))
+        keys, key_scales = torch.zeros(8, slots, 128, dtype=dtype, device="cuda"), None
+    places = torch.randperm(8 * slots, device="cuda")[:tokens]
+    where = WritePlaces(
+        torch.where(places == places[0], -1 if tokens > 1 else places // slots, places // slots), places % slots
+    )
+    q, vectors, own = (torch.randn(tokens, *size, device="cuda").to(dtype) for size in ((16, 192), (576,), (128,)))
+    up = (torch.randn(16, 128, 512, device="cuda") / 12).to(dtype)
+    angles = RopeAngles(*(torch.rand(tokens, 1, 64, device="cuda", dtype=dtype) for _ in range(2)))
+    prep = LatentPrep(Norm(torch.rand(512, device="cuda", dtype=dtype), 1e-6), angles, True)
+    found = []
+    for op in (absorb_slots_.twin, absorb_slots_):
+        for room in (memory, keys.view(torch.uint8)):
+            room.zero_()
+        queries = q.clone()
+        carried = op(queries, vectors.clone(), prep, up, own, held, keys, key_scales, where)
+        entries, offsets = places // slots, places % slots
+        read = (*held.read(entries, offsets), keys.view(torch.uint8)[entries, offsets].view(keys.dtype).float())
+        found.append([carried.float(), queries[..., 128:].float(), *(x.clone() for x in read)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.01 * one.norm()
