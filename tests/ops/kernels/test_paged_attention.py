@@ -95,30 +95,42 @@ LONG_CASES = [
 ]
 
 
-@pytest.mark.days(3)
-@pytest.mark.parametrize(("case", "programs"), by_days(LONG_CASES, [2, 20]))
-def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
-    """Into parts of several tiles, and of as few as there may be. A part may have keys of the past, new tokens, or both."""
+def parts_of_rows(monkeypatch: pytest.MonkeyPatch, case: Case, multiprocessors: int, programs: int) -> list[int]:
+    """How many parts each row's blocks have, with tiles of 16 rows and 16 keys."""
     monkeypatch.setattr(kernels, "prefill_tiles", lambda *_: kernels.Tiles(16, 16, 4, 2, programs))
-    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 20)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: multiprocessors)
     of_rows = []
     merge = kernels.merge_kernel
 
     class Spy:
         def __getitem__(self, grid):
             def launch(*args, **options):
-                of_rows.append(args[5].diff()[: len(LONG)].tolist())
+                of_rows.append(args[5].diff()[: len(case.rows)].tolist())
                 return merge[grid](*args, **options)
 
             return launch
 
     monkeypatch.setattr(kernels, "merge_kernel", Spy())
     check_attention(case, "cpu")
+    return of_rows[0]
+
+
+@pytest.mark.parametrize(("multiprocessors", "parts"), [(4, 4), (5, 4), (6, 6), (9, 8)])
+def test_parts_are_as_many_as_run_at_once(monkeypatch: pytest.MonkeyPatch, multiprocessors: int, parts: int) -> None:
+    """Two blocks of 32 tiles: with room for 4, each has 2 parts of 16 tiles. With room for 5, 3 parts each would be too many."""
+    assert parts_of_rows(monkeypatch, Case((plain(496, 16),), 4, 1, 2, 8), multiprocessors, 1) == [parts]
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize(("case", "programs"), by_days(LONG_CASES, [2, 20]))
+def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: Case, programs: int) -> None:
+    """Into parts of several tiles, and of as few as there may be. A part may have keys of the past, new tokens, or both."""
+    of_rows = parts_of_rows(monkeypatch, case, 20, programs)
     queries = 16 // case.group
-    assert sum(of_rows[0]) > sum(-(-row.queries // queries) for row in LONG if row.queries > 1), (
+    assert sum(of_rows) > sum(-(-row.queries // queries) for row in LONG if row.queries > 1), (
         "no more parts than blocks"
     )
-    assert of_rows[0][2] == 0, "a row of one token has no blocks"
+    assert of_rows[2] == 0, "a row of one token has no blocks"
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(4, 5), (5, 6), (3, 4), (7, 9)])
