@@ -80,7 +80,7 @@ def test_products(form: str, outputs: int, inputs: int, tokens: int, activations
 
 @pytest.mark.parametrize("form", ["fp8 row", "int8 row", "fp8 block"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(24_576, 512), (14_336, 256), (4096, 4096), (2624, 1040)])
-@pytest.mark.parametrize("tokens", [9, 16, 17, 31, 33, 96, 140, 193, 200, 256, 257])
+@pytest.mark.parametrize("tokens", [2, 5, 9, 16, 17, 31, 33, 96, 140, 193, 200, 256, 257])
 def test_rounded_products_of_wide_matrices(form: str, outputs: int, inputs: int, tokens: int) -> None:
     """Every tile there is, with as many features as it has for wide matrices."""
     matrix = on_device(stored(form, outputs, inputs))._replace(activations="token")

@@ -37,11 +37,11 @@ class ProductBorders(NamedTuple):
     """For larger ones cuBLAS, with separate kernels for norm and gate, was at least as fast."""
     rounded_tokens: int = 17
     """From so many tokens on inputs are rounded to 8 bits, where the weights' writer means it so."""
-    early_tokens: int = 5
-    """From so many on, where that has a kernel whose weights are on their way early, `linear_eight`; and from so many on `linear_wide` has MXFP4."""
-    early_nvfp4_tokens: int = 3
-    early_int4_tokens: int = 9
-    """The same of other forms of 4 bits."""
+    early_tokens: int = 2
+    """From so many on, where that has a kernel whose weights are on their way early, `linear_eight`."""
+    early_fp4_tokens: int = 3
+    early_int4_tokens: int = 5
+    """From so many on `linear_wide` has MXFP4 and NVFP4, and int4. With fewer, codes that go straight into registers were faster."""
     library_tokens: int = 32
     library_tiles: int = 64
     """With more of both and scales of blocks, cuBLAS multiplies rounded inputs, where it has such a product."""

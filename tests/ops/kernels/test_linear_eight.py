@@ -16,6 +16,7 @@ from helpers.as_python import Pointer, as_python
 from helpers.barriers import Barrier, Room
 from helpers.gluon_programs import room
 from helpers.stored_cases import dequantized, stored
+from pagerunner.ops import numerics
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_stored
 from pagerunner.ops.kernels.launch import blocks, padded
@@ -24,6 +25,7 @@ from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.quantize import GROUP, Quantized, quantize
 from pagerunner.ops.stored import Stored8, dense
 
+LEAST = numerics.FAST.products.early_tokens
 SHAPES = [
     (6144, 4096),
     (4096, 4096),
@@ -78,7 +80,7 @@ def test_sizes_are_blocks_and_a_smaller_one():
 
 @pytest.mark.parametrize(
     ("form", "tokens", "served"),
-    [("fp8 row", 4, False), ("fp8 row", 5, True), ("int8 row", 96, True), ("fp8 row", 97, False), ("fp8 block", 160, True), ("fp8 block", 161, False)],
+    [("fp8 row", LEAST - 1, False), ("fp8 row", LEAST, True), ("int8 row", 96, True), ("fp8 row", 97, False), ("fp8 block", 160, True), ("fp8 block", 161, False)],
 )  # fmt: skip
 def test_which_products_take_it(monkeypatch, form, tokens, served):
     """Rounded ones on Hopper, with the gate in the rounding. The warm-up knows its kernels."""
@@ -94,7 +96,7 @@ def test_which_products_take_it(monkeypatch, form, tokens, served):
     assert seen == ([(tokens, False), (tokens, True)] if served else [])
     answer = kernels.linear_kernels(tokens, matrix, torch.float16, residual.device)
     assert isinstance(answer, EightConfig) is served
-    assert kernels.silu_linear_add__kernels(tokens, matrix, torch.float16, residual.device) is (tokens > 4)
+    assert kernels.silu_linear_add__kernels(tokens, matrix, torch.float16, residual.device) is (tokens >= LEAST)
     seen.clear()
     kernels.linear(gate_up[:, :256], matrix._replace(activations="none"))
     assert not seen

@@ -24,7 +24,7 @@ from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.quantize import GROUP, Quantized
 from pagerunner.ops.stored import Stored8
 
-SIZES = 8, 16, 32, 64, 96, 128, 160
+SIZES = 16, 32, 64, 96, 128, 160
 """Tokens of a tile."""
 MOST_OF_ROWS = 96
 """With more tokens and scales of rows, `linear_rounded.py` was faster."""

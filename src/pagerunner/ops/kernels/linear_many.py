@@ -27,7 +27,7 @@ from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_til
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import Quantized, quantize, silu_quantize
-from pagerunner.ops.stored import RUN, Stored, Stored4, Stored8
+from pagerunner.ops.stored import Stored, Stored4, Stored8
 from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
 
@@ -72,8 +72,7 @@ def takes_few(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.
     if isinstance(weight_OI, Stored8):
         return _rounding_of(tokens, dtype, weight_OI, device) is not None
     borders = numerics.FAST.products
-    least = borders.early_nvfp4_tokens if weight_OI.group == RUN // 2 else borders.early_tokens
-    least = borders.early_int4_tokens if weight_OI.numbers == "int4" else least
+    least = borders.early_int4_tokens if weight_OI.numbers == "int4" else borders.early_fp4_tokens
     return tokens >= least and linear_wide.serves(tokens, dtype, weight_OI, device)
 
 
