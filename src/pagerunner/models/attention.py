@@ -48,7 +48,8 @@ class GroupedQueryAttention(Mixer):
 
     def project(self, stream: ResidualStream, norm: RMSNorm, *, in_parts: bool = False) -> torch.Tensor:
         """All heads of the normed stream, [T, N, d]: queries, then keys, then values. `in_parts`: they may come as sums, see `Linear.in_parts`."""
-        return stream.product(norm, self.qkv_proj, in_parts=in_parts).unflatten(-1, (-1, self.head_dim))
+        heads = stream.product(norm, self.qkv_proj, in_parts=in_parts)
+        return heads.view(*heads.shape[:-1], -1, self.head_dim)
 
     def rotated_and_values(self, qkv_TNd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a projection's heads: queries with keys, [T, H + K, d], and values [T, K, d]."""

@@ -452,8 +452,8 @@ FP8_SINKS = Case(ONE, 16, 3, 1, 6, kv_dtype=E5M2, sinks=True, softcap=1.5)
 )
 def test_fp8_from_the_projection_on(monkeypatch, case: Case, alone: bool, loud: float, static: bool) -> None:
     prepared = []
-    plain_prepare = kernels.prepare_heads_kernel
-    monkeypatch.setattr(kernels, "prepare_heads_kernel", lambda *args: prepared.append(1) or plain_prepare(*args))
+    plain_prepare = kernels.prepare_split_heads_
+    monkeypatch.setattr(kernels, "prepare_split_heads_", lambda *args: prepared.append(1) or plain_prepare(*args))
     step = 0.13 if case.kv_dtype == E4M3 else 0.26  # of the format; a sum in another order may fall on either side
     check_projected(case, "cpu", rtol=2e-5 if loud == 1.0 else step, atol=2e-5, loud=loud, static=static)
     assert bool(prepared) != alone

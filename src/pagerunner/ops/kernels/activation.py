@@ -122,7 +122,7 @@ def add_sigmoid_gated_(x_TD: torch.Tensor, gate_T1: torch.Tensor, residual_TD: t
 
 def _run(x: torch.Tensor, kind: int, limit: float = 0.0) -> torch.Tensor:
     inner = x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], inner, dtype=x.dtype, device=x.device)
+    out = x.new_empty(*x.shape[:-1], inner)
     if not out.numel():
         return out
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, 2 * inner).contiguous()

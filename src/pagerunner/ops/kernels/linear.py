@@ -307,9 +307,9 @@ def few_config(inputs: int, behind_norm: bool) -> FewConfig:
 
 def _fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether a kernel of this file serves these numbers of tokens and weights, and these layouts. cuBLAS serves all others."""
-    if x_TI.dim() != 2 or x_TI.stride(1) != 1 or not weight_OI.is_contiguous() or x_TI.dtype != weight_OI.dtype:
+    if not joins_few(x_TI.shape[0], x_TI.dtype, weight_OI.numel()):
         return False
-    return joins_few(x_TI.shape[0], x_TI.dtype, weight_OI.numel())
+    return x_TI.dim() == 2 and x_TI.stride(1) == 1 and weight_OI.is_contiguous() and x_TI.dtype == weight_OI.dtype
 
 
 def run_rows(product: Product, config: RowsConfig | None = None) -> torch.Tensor:

@@ -287,8 +287,9 @@ def serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: tor
 
 def fits(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether the kernel computes this product, with inputs that lie like these."""
-    even = x_TI.dim() == 2 and x_TI.stride(1) == 1 and x_TI.stride(0) % 8 == 0 and x_TI.data_ptr() % 16 == 0
-    return even and serves(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device)
+    if not serves(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device):
+        return False
+    return x_TI.dim() == 2 and x_TI.stride(1) == 1 and x_TI.stride(0) % 8 == 0 and x_TI.data_ptr() % 16 == 0
 
 
 def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: torch.device) -> DenseConfig | None:

@@ -65,7 +65,7 @@ def serves(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device: tor
 
 def fits(x_TI: torch.Tensor, weight_OI: torch.Tensor, gated: bool) -> bool:
     """Whether the kernel computes this product, with inputs that lie like these."""
-    return x_TI.dim() == 2 and x_TI.stride(1) == 1 and serves(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device, gated)
+    return serves(x_TI.shape[0], x_TI.dtype, weight_OI, x_TI.device, gated) and x_TI.dim() == 2 and x_TI.stride(1) == 1
 
 
 def run_held(product: Product, config: HeldConfig | None = None) -> torch.Tensor:

@@ -69,13 +69,12 @@ def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_head
     tl.store(place, y.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def _as_heads(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, D] without a copy where x has at most one dimension of heads and dense vectors."""
-    if x.dim() == 2:
-        x = x.unsqueeze(1)
-    elif x.dim() != 3:
-        x = x.reshape(-1, 1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _as_heads(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """[tokens, heads, D], or [tokens, D] of one head, without a copy where vectors are dense; the number of heads, and the strides of tokens and heads."""
+    if x.dim() not in (2, 3):
+        x = x.reshape(-1, x.shape[-1])
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return (x, 1, x.stride(0), 0) if x.dim() == 2 else (x, x.shape[1], x.stride(0), x.stride(1))
 
 
 def _shape(features: int) -> tuple[int, int, int]:
@@ -95,16 +94,15 @@ def _run(
     offset: bool = False,
     gate: int = NO_GATE,
 ) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return out
-    x_THD = _as_heads(x)
-    other_THD = x_THD if other is None else _as_heads(other)
-    num_rows = x_THD.shape[0] * x_THD.shape[1]
+    x_THD, heads, *x_strides = _as_heads(x)
+    other_THD, _, *other_strides = (x_THD, heads, *x_strides) if other is None else _as_heads(other)
+    num_rows = x_THD.shape[0] * heads
     rows, block, warps = _shape(x.shape[-1])
     _norm_kernel[(blocks(num_rows, rows),)](
-        x_THD, other_THD, weight_D, out, num_rows, x_THD.shape[1], x_THD.stride(0), x_THD.stride(1),
-        other_THD.stride(0), other_THD.stride(1), eps, D=x.shape[-1], ROWS=rows, BLOCK=block, ADD=add, OFFSET=offset,
+        x_THD, other_THD, weight_D, out, num_rows, heads, *x_strides, *other_strides, eps, D=x.shape[-1], ROWS=rows, BLOCK=block, ADD=add, OFFSET=offset,
         GATE=gate, num_warps=warps, **dependent(x.device),
     )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ from pagerunner.ops.kernels.paged_sizes import (
     prefill_tiles,
     shared_tiles,
 )
-from pagerunner.ops.kernels.paged_store import prepare_heads_ as prepare_heads_kernel
+from pagerunner.ops.kernels.paged_store import prepare_split_heads_
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
 MOST_DRAFT_BYTES = 8192  # of queries in a program of such steps; more haven't registers
@@ -206,7 +206,7 @@ class _Call:
         # of a row in `few_kernel`; two warps, which more heads have, haven't registers to merge some of them first
         self.row_parts = max(_borders().row_parts // self.kv_heads if self.group <= 8 else 0, MOST_MERGED.value)
         self.tiles = few if self.few else self.decode
-        self.out = torch.empty(self.tokens, self.heads, self.dim_v, dtype=q.dtype, device=q.device)
+        self.out = q.new_empty(self.tokens, self.heads, self.dim_v)
 
     def schedule(self) -> _Schedule:
         rows, plan, device = self.rows, self.plan, self.q.device
@@ -408,7 +408,7 @@ class _Call:
 
     def room_for_parts(self) -> tuple[torch.Tensor, ...]:
         """Their values and sums."""
-        places = self.most_parts() * self.kv_heads * self.prefill.rows if self.prefill_parts else 0
+        places = self.most_parts() * self.kv_heads * self.prefill.rows
         room = torch.empty(places * (self.dim_v + 2), dtype=torch.float32, device=self.q.device)
         return room.split([places * self.dim_v, places * 2])
 
@@ -428,7 +428,7 @@ class _Call:
         parts, sinks = self.prefill_parts, self.out if self.sinks is None else self.sinks
         dot = torch.float32 if self.exact else self.q.dtype
         bulk = self._bulk_copies(dot)
-        values, sums = self.room_for_parts()
+        values, sums = self.room_for_parts() if parts else (self.out, self.out)
         prefill_kernel[(self.most_parts() * self.kv_heads,)](
             *self.projection_args(), *self.page_args(), *self._descriptors(bulk, tiles.keys), self.table, self.table.stride(0),
             self.table.shape[1], rows.slots_R, rows.query_start_R1, rows.seq_lens_R, schedule.parts, rows.slots_R.shape[0],
@@ -555,7 +555,7 @@ def projected_attention(
     if not takes_parts(q, prep, pages, rows, plan):
         prep = prep.whole(qkv_TND)
     if plan.fixed:
-        prepare_heads_kernel(qkv_TND, prep, pages, write)
+        prepare_split_heads_(q, k, v, prep, pages, write)
         return paged_attention(q, k, v, pages, table_SW, rows, plan, scores)
     choices, reach = _choices(q, v, pages, rows.stride, plan), bool(plan.window or plan.chunk)
     few = are_few(rows.slots_R.shape[0], prep.num_kv_heads, choices.group)
@@ -564,6 +564,6 @@ def projected_attention(
     if rows.stride and rows.num_rows < _borders().few_rows and pages.scales is None:
         single = choices.group <= MOST_FEW_HEADS
     if not (single and _writes_pages(choices, pages)):
-        prepare_heads_kernel(qkv_TND, prep, pages, write)
+        prepare_split_heads_(q, k, v, prep, pages, write)
         return _Call(q, k, v, pages, table_SW, rows, plan, scores).run()
     return _Call(q, k, v, pages, table_SW, rows, plan, scores, prep, write).run()

@@ -144,9 +144,10 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
-def _launch(
+def prepare_split_heads_(
     q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, prep: HeadPrep | None, pages: KVPages, write: WritePlaces
 ) -> None:
+    """`prepare_heads_` of queries, keys and values, or without `prep` `store_kv_`."""
     num_tokens, num_kv_heads, dim = k.shape
     dim_v = v.shape[2]
     if num_tokens == 0:
@@ -178,9 +179,9 @@ def _launch(
 
 def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: WritePlaces) -> None:
     """See the twin."""
-    _launch(None, k_TKD, v_TKV, None, pages, write)
+    prepare_split_heads_(None, k_TKD, v_TKV, None, pages, write)
 
 
 def prepare_heads_(qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write: WritePlaces) -> None:
     """See the twin."""
-    _launch(*prep.split(qkv_TND), prep, pages, write)
+    prepare_split_heads_(*prep.split(qkv_TND), prep, pages, write)
