@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.attention_cases import Case, plain
+from helpers.attention_cases import Case, make_batch, make_step, plain
 from helpers.borders import set_borders
 from helpers.effort import TEST_DAY, by_days, effort
 from helpers.interpreter_floats import install
@@ -29,6 +29,7 @@ from helpers.paged_kernels import (  # noqa: E402
 )
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
 from pagerunner.ops.kernels import paged_few, paged_sizes  # noqa: E402
+from pagerunner.ops.paged_attention import Scores, paged_attention, store_kv_  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1))
@@ -131,6 +132,19 @@ def test_keys_of_few_blocks_are_divided(monkeypatch: pytest.MonkeyPatch, case: C
         "no more parts than blocks"
     )
     assert of_rows[2] == 0, "a row of one token has no blocks"
+
+
+def test_layers_of_other_groups_have_a_schedule_of_their_own() -> None:
+    """A tile of 16 has 5 queries of groups of 3, and 4 of groups of 4: fewer blocks, though heads of keys are as many."""
+    case = Case(MIXED, 4, 2, 4, 8)
+    step = make_step(case, "cpu")
+    batch = make_batch(step, case, PagedBackend())
+    store_kv_.twin(step.k, step.v, step.layer, step.write)
+    scores, group = Scores(step.scale, 0.0, None), batch.groups[0]
+    for heads in (3, 4):
+        q = step.q.unflatten(1, (2, 4))[:, :, :heads].flatten(1, 2)
+        args = (q, step.k, step.v, step.layer, group.page_table, batch.rows, group.plan, scores)
+        torch.testing.assert_close(paged_attention.kernel(*args), paged_attention.twin(*args), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("group", "blocks"), [(4, 5), (5, 6), (3, 4), (7, 9)])

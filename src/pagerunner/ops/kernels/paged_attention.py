@@ -481,7 +481,7 @@ class _Call:
     def run(self) -> torch.Tensor:
         if not self.wide and self.library_serves():
             return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
-        key = self.kv_heads, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts
+        key = self.kv_heads, self.group, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts  # fmt: skip
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and (self.few or self.units < _borders().few_rows)
