@@ -220,6 +220,31 @@ def test_several_rows_have_bits_of_their_own(gated: bool) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_prompts_have_tiles_multiplied_together() -> None:
+    """Adapters that meet in a program, tokens without one, an adapter without one of the products."""
+    torch.manual_seed(0)
+    inputs, outputs, slots = 1088, [512, 512], 4
+    size = 16 * (inputs + 512)
+    at = torch.randperm(2 * 2 * slots).view(slots, 2, 2) * size
+    places = torch.stack([at, at + 16 * inputs], 3)
+    places[1, 1], places[2, :, 1:] = -1, -1
+    pool = (torch.randn(4 * slots * size) * 0.05).bfloat16()
+    lens, own = [1000, 300, 1500, 1, 33, 800], torch.tensor([2, -1, 0, 1, 2, 3], dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    row_T = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(torch.tensor(lens))
+    x, y = torch.randn(len(row_T), inputs).bfloat16(), torch.randn(len(row_T), 1024).bfloat16()
+    made = []
+    for device in ("cpu", DEVICE):
+        given = [one.to(device) for one in (own, starts, row_T)]
+        adapters = Adapters.of_rows(*given, slots, Blocks(pool.to(device), places.to(device)))
+        layer, added = Fused.of(0, outputs, device), y.to(device, copy=True)
+        adapters.add_(x.to(device), layer, added)
+        made += [added.cpu(), adapters.gated(x.to(device), layer, y.to(device, copy=True)).cpu()]
+    for one, other in zip(made[:2], made[2:], strict=True):
+        torch.testing.assert_close(other, one, rtol=3e-2, atol=8e-2)
+    assert torch.equal(made[2][1000:1300], y[1000:1300])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None:
     """Four adapters and none in two slots, so graphs are replayed with adapters that change."""

@@ -307,3 +307,33 @@ def test_the_gate_behind_adapters(few: int, rows: bool, monkeypatch: pytest.Monk
         monkeypatch.setattr(lora, one, getattr(lora, one).kernel)
     got = Adapters(own, row_T, 4, blocks, work).gated(x, layer, y.clone(), norm)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=5e-2)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_of_one_adapter_are_multiplied_together(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of prompts. Adapters that meet in a program, tiles of no adapter behind the last one, an adapter without one of the products and one without both."""
+    from pagerunner.ops.kernels import lora as kernels
+    from pagerunner.ops.kernels import lora_many
+
+    monkeypatch.setattr(kernels, "SPREAD_TILES", 0)
+    outputs = [140, 140] if gated else [140, 24, 40]
+    blocks, _ = placed({0: 40, 1: 5, 2: 16}, outputs, 300)
+    blocks.places[1, 2] = -1
+    lens, own = [70, 20, 130, 1, 33, 9], torch.tensor([2, -1, 0, 1, 2, 3], dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    row_T = torch.tensor([row for row, count in enumerate(lens) for _ in range(count)] + [-1] * 7, dtype=torch.int32)
+    work = lora.work_list.kernel(own, starts, len(row_T), 4)
+    assert lora_many.serves(len(work.slots_W), blocks) and (work.slots_W < 0).any()
+    layer, x, y = Fused.of(1, outputs), torch.randn(len(row_T), 300), 0.5 * torch.randn(len(row_T), sum(outputs))
+    adapters, made = Adapters(own, row_T, 4, blocks, work), []
+    for one in (None, "shrink", "expand_silu" if gated else "expand_"):
+        if one is not None:
+            monkeypatch.setattr(lora, one, getattr(lora, one).kernel)
+        got = y.clone()
+        if gated:
+            got = adapters.gated(x, layer, got)
+        else:
+            adapters.add_(x, layer, got)
+        made.append(got)
+    torch.testing.assert_close(made[2], made[0], rtol=1e-4, atol=5e-2 if gated else 2e-3)
+    assert torch.equal(made[2][70:90], made[0][70:90]) or gated

@@ -1,5 +1,5 @@
 """Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer; the second has the gate behind gate and up inside.
-Those beside a product of up to 64 tokens are in `kernels/lora_gluon.py`.
+Those beside a product of up to 64 tokens are in `kernels/lora_gluon.py`, and `A x` of prompts in `kernels/lora_many.py`.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels import lora_many
 from pagerunner.ops.kernels.activation import WORDS
 from pagerunner.ops.kernels.launch import blocks as blocks_of
 from pagerunner.ops.kernels.launch import dependent, start_next, start_next_and_wait, wait_turn
@@ -304,6 +305,8 @@ def shrink(
     spread = tiles <= SPREAD_TILES
     if not spread and norm is not None:
         x_TI, norm = norm(x_TI), None
+    if not spread and lora_many.serves(tiles, blocks):
+        return lora_many.shrink(x_TI, work, blocks, layer)
     rows = TILE if norm is None else TILE + 1
     shape = pieces if spread else 1, tiles, layer.parts, per_product, rows, TILE
     inner = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
