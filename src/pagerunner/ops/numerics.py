@@ -62,6 +62,8 @@ class ExpertBorders(NamedTuple):
     few: int = 16
     few_plain: int = 24
     """Up to so many both products are one launch: with stored weights, and with weights in the model's dtype."""
+    few_large: int = 96
+    """The same with weights in the model's dtype, 16 bits, of experts of many inner features, whose bytes take longer than the products."""
     unpacked: int = 96
     """With more, stored matrices are unpacked before the products, if no kernel multiplies with their codes."""
     many: int = 128

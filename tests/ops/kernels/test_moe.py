@@ -11,7 +11,7 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe
+from pagerunner.ops.kernels import moe, moe_joint
 from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
 from pagerunner.ops.kernels.moe_joint import joins, joint_config, most_tiles, shared_rows
 from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
@@ -290,12 +290,48 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
 def test_there_is_room_for_every_tile_and_its_counts(experts):
     """Two counts for each tile of pairs and of what all tokens pass, and places for 2 E tiles."""
     for active in {min(active, experts) for active in (1, 2, 4, 6, 10)}:
-        for plain, most in ((False, numerics.FAST.experts.few), (True, numerics.FAST.experts.few_plain)):
-            for tokens, inner in itertools.product(range(2, most * experts // active + 1), (192, 768)):
+        own = numerics.FAST.experts
+        for plain, most, sizes in (
+            (False, own.few, (192, 768)),
+            (True, own.few_plain, (192, 768)),
+            (True, own.few_large, (14_336,)),
+        ):
+            for tokens, inner in itertools.product(range(2, most * experts // active + 1), sizes):
                 config = joint_config(tokens * active, experts, inner, plain=plain)
                 tiles = most_tiles(tokens * active, experts, config.pairs)
                 assert 2 * (tiles + -(-tokens // shared_rows(tokens, config))) <= 8 * experts
                 assert config.pairs != TILE_PAIRS or tiles <= 2 * experts
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(45, 64), (75, 128)])
+def test_large_experts_of_dozens_of_pairs_are_one_launch(tokens, tile, monkeypatch):
+    """Not with what all tokens pass beside them, nor in 32 bits, nor small ones."""
+    torch.manual_seed(tokens)
+    x, gate_up, down = (torch.randn(*size).half() / 4 for size in ((tokens, 96), (3, 128, 96), (3, 96, 64)))
+    routes = route.kernel(torch.randn(tokens, 3), Routing(2, normalise=True))
+    seen, shared = [], Shared(gate_up[0], down[0])
+    products, joint_of = moe._products, moe_joint.joint_config
+    monkeypatch.setattr(moe, "_products", lambda *args: seen.append("two") or products(*args))
+    monkeypatch.setattr(
+        moe_joint,
+        "joint_config",
+        lambda *args, **own: seen.append(joint_of(*args, **own).pairs) or joint_of(*args, **own),
+    )
+    for large, dtype, beside, want in (
+        (63, torch.float16, None, tile), (63, torch.float16, shared, "two"), (63, torch.float32, None, "two"), (64, torch.float16, None, "two"),
+    ):  # fmt: skip
+        for module in (moe, moe_joint):
+            monkeypatch.setattr(module, "LARGE", large)
+        own = x.to(dtype), routes, ExpertWeights(gate_up.to(dtype), down.to(dtype), SILU)
+        if beside is not None:
+            moe_experts_then.kernel(*own, residual_TD=torch.zeros(tokens, 96).to(dtype), shared=beside)
+        else:
+            exact = moe_experts.twin(x.float(), routes, ExpertWeights(gate_up.float(), down.float(), SILU))
+            torch.testing.assert_close(
+                moe_experts.kernel(*own).float(), exact, atol=3e-2 * float(exact.abs().max()), rtol=0
+            )
+        assert seen == [want]
+        seen.clear()
 
 
 def test_few_experts_have_narrow_tiles_where_they_are_narrow() -> None:

@@ -17,6 +17,7 @@ from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.linear_rounded import Rounded, rounding
 from pagerunner.ops.kernels.moe_codes import CodesProduct, codes_config, codes_products, reads_codes
 from pagerunner.ops.kernels.moe_joint import (
+    LARGE,
     MOST_ROWS,
     are_few,
     grouped_product,
@@ -158,7 +159,7 @@ def moe_experts_then(
     experts = experts._replace(gate_up_E2ID=gate_up_E2ID, down_EDI=down_EDI)
     packed = _is_packed(x_TD, routes, gate_up_E2ID, down_EDI)
     routes = _dense(routes) if packed else _ordered(routes, gate_up_E2ID.shape[0])
-    joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI)
+    joint = tokens > 1 and not packed and _is_joint(x_TD, routes, gate_up_E2ID, down_EDI, alone=shared is None)
     beside = joint or tokens == 1 and not packed
     if shared is not None and not (beside and joins(shared, gate_up_E2ID, down_EDI, x_TD.dtype)):
         add_shared_(x_TD, shared, experts.activation, residual_TD)
@@ -233,13 +234,14 @@ def _is_packed(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Store
     return few_pairs(tokens, experts, routes.expected) and packs(x_TD.dtype, gate_up, down)
 
 
-def _is_joint(x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored) -> bool:
-    """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own."""
-    most = (
-        numerics.FAST.experts.few_plain
-        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
-        else numerics.FAST.experts.few
-    )
+def _is_joint(
+    x_TD: torch.Tensor, routes: Routes, gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored, *, alone: bool
+) -> bool:
+    """Whether both products are one launch: few pairs of each expert, unless they have kernels of their own. `alone`: with nothing that all tokens pass."""
+    borders, most = numerics.FAST.experts, numerics.FAST.experts.few
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        large = alone and x_TD.dtype.itemsize == 2 and down.shape[2] > LARGE
+        most = borders.few_large if large else borders.few_plain
     few = routes.expected <= most * gate_up.shape[0]
     return few and not (_of_codes(x_TD, routes, gate_up) and _of_codes(x_TD, routes, down))
 
@@ -266,7 +268,8 @@ def moe_experts_kernels(tokens: int, experts: int, active: int, ranks: int) -> t
         if each <= numerics.FAST.experts.few_plain
         else ()
     )
-    ways = *few, joint, each > numerics.FAST.experts.unpacked, each > numerics.FAST.experts.codes
+    own = numerics.FAST.experts
+    ways = *few, joint, *(each > most for most in (own.few_large, own.unpacked, own.codes))
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
     fours = each <= numerics.FAST.experts.lanes, streams_config(pairs, experts)

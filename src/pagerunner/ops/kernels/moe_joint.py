@@ -237,6 +237,9 @@ half as many or fewer its steps are smaller, too, so that a multiprocessor has r
 WHOLE = 768
 """Inner features of experts, few of which have narrow tiles. With more, as Mixtral's 14,336, the device has work anyway."""
 
+LARGE = 8192
+"""Inner features of experts. Those with more, as Mixtral's 14,336, are one launch of many pairs too, as reading them takes longer than multiplying."""
+
 MOST_ROWS = 16
 """Tokens up to which they are one tile of what all tokens pass."""
 
@@ -245,8 +248,10 @@ def joint_config(pairs: int, experts: int, inner: int, *, plain: bool) -> JointC
     """The tiles of experts with so many `inner` features, by measurement (docs/performance/experts.md). `plain`: the weights are no codes."""
     if not plain:
         return JointConfig(TILE_PAIRS, 64, 128, 128, 128, 4, 3)
+    if pairs > 36 * experts:  # where codes' tiles change, too: the warm-up needs no further number of tokens
+        return JointConfig(8 * TILE_PAIRS, 64, 64, 128, 64, 8, 3)
     if pairs > numerics.FAST.experts.few * experts:
-        return JointConfig(4 * TILE_PAIRS, 64, 64, 128, 64, 4, 3)
+        return JointConfig(4 * TILE_PAIRS, 64, 64, 128, 64, 4, 4 if inner > LARGE else 3)
     if is_full(pairs, experts):
         return JointConfig(2 * TILE_PAIRS, 64, 64, 128, 64, 4, 4)
     if inner <= NARROW // 2:
