@@ -475,27 +475,44 @@ def peers(name: str, ranks: int, parts: int = 0, pairs: int = 0) -> dict[str, An
 
 
 RECURRENCES = {
-    "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128},
-    "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0]},
-    "conv": {"TAPS": 4, "HAS_BIAS": True, "GATES": 2, "HEADS": 32, "BH": 32, "BT": 4, "BC": 256},
+    "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "LISTED": 256},
+    "one gdn": {"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "PDL": True},
+    "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0], "LISTED": 256},
+    "conv": {
+        "TAPS": 4,
+        "HAS_BIAS": True,
+        "GROUPS": 0,
+        "KEY": 0,
+        "VALUES": 0,
+        "GATES": 2,
+        "HEADS": 32,
+        "BH": 32,
+        "BT": 4,
+        "BC": 256,
+    },
 }
 
 
 def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
-    kernel = {"gdn": gdn._few, "mamba2": mamba2._few, "conv": causal_conv._rows}[name]
-    block_v, warps = gdn.DRAFTS if journal else gdn.FEW
-    own = {"BV": block_v} if name == "gdn" else {}
+    kernels = {"gdn": gdn._few, "one gdn": gdn._one, "mamba2": mamba2._few}
+    kernel = {**kernels, "conv": causal_conv._rows}[name]
+    block_v, warps = gdn.ONE if name == "one gdn" else gdn.DRAFTS if journal else gdn.FEW
+    own = {"BV": block_v} if "gdn" in name else {}
     own |= {"OUTPUTS": journal > 0} if name == "conv" else {}
-    constants = RECURRENCES[name] | own | {"HAS_SAVES": True, "ITEM": 4 if state == "fp32" else 2, "JOURNAL": journal}
+    constants = RECURRENCES[name] | own | {"HAS_SAVES": True, "ITEM": 4 if state == "fp32" else 2}
+    constants |= {} if "one" in name else {"JOURNAL": journal}
     strides = [other for other in kernel.arg_names if other.endswith("stride") or other == "channels"]
     counts = ("num_rows", "num_tokens", "num_channels")
     pointers = [other for other in kernel.arg_names if other not in (*constants, *strides, *counts)]
     types = dict.fromkeys(pointers, "*bf16") | {"state": "*" + state}
     wide, narrow = ("table", "positions", "save_target"), ("slots", "query_start", "seq_lens", "accepted")
     types |= dict.fromkeys(wide, "*i64") | dict.fromkeys((*narrow, "save_start", "save_row", "save_position"), "*i32")
-    options = {"num_warps": {"gdn": warps, "mamba2": mamba2.FEW[1], "conv": 4}[name]}
-    if name != "conv":
+    types = {other: type for other, type in (types | {"long": "*i32"}).items() if other in kernel.arg_names}
+    options = {"num_warps": {"mamba2": mamba2.FEW[1], "conv": 4}.get(name, warps)}
+    if "one" in name:
+        options["launch_pdl"] = True
+    elif name != "conv":
         options["maxnreg"] = {"gdn": gdn.REGISTERS[journal > 0], "mamba2": mamba2.REGISTERS}[name]
     return gluon(kernel, types, constants, pointers + strides, ASTSource, **options)
 

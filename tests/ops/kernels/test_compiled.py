@@ -123,7 +123,8 @@ def drafts_cases() -> list[tuple[Any, ...]]:
 def recurrence_cases() -> list[tuple[Any, ...]]:
     """Layers with states, by the states' dtype and the entries of a journal."""
     kinds = itertools.product(("gdn", "mamba2", "conv"), ("fp32", "bf16"), (0, 3, 7))
-    return turns([("recurrence", *kind) for kind in kinds], 0)
+    ones = [("one gdn", "fp32", 0), ("one gdn", "bf16", 0)]
+    return turns([("recurrence", *kind) for kind in (*kinds, *ones)], 0)
 
 
 def dense_cases() -> list[tuple[Any, ...]]:

@@ -19,9 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import blocks, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.state_rows import (
+    LISTED,
+    any_of_few,
+    at_once,
     behind,
+    least_rows,
+    list_long_rows,
     row_arguments,
     row_or_padding,
     row_sums,
@@ -40,6 +45,7 @@ from pagerunner.ops.kernels.state_rows import (
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 4)  # values of a program, its warps
+ONE = (64, 4)  # the same in steps of one token a row
 # the same where rows have drafts: with one warp there are no barriers, and a third less instructions for a token
 DRAFTS = (16, 1)
 # of a thread of FEW and of DRAFTS, for keys up to LARGEST_KEY and aligned pages: 16 or 12 warps fit, and nothing is spilled
@@ -47,9 +53,16 @@ REGISTERS = (128, 168)
 SYSTEM_WARPS = 4
 ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
+MANY = (
+    64,
+    4,
+    1,
+)  # the same of many rows: of two programs at a time on a multiprocessor one computes, while the other one loads
+FINISH = (64, 4)  # values of a program that carries a kept state on, its warps
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
 NARROW = (16, 2)
 LARGEST_KEY = 128  # that CHUNKS are for
+STARTS, WALKS = 16, 3  # programs that are started for a multiprocessor, for rows of a few tokens and for long rows
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -95,49 +108,106 @@ def _token(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
-    mixed, rates, decays, decay_log, decay_bias, state, out,
+    mixed, rates, decays, decay_log, decay_bias, state, out, long,
     table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_rows, num_tokens, mixed_stride, rates_stride, decays_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """BV values of one head of one row that takes one token after another. Row R stands for the padding, whose outputs are zero."""
+    """BV values of one head of rows that take one token after another. Row R stands for the padding, whose outputs are zero."""
+    head = tl.program_id(1)
+    keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    in_v = values < V
+    inside = head * (K * V) + keys[:, None] * V + values[None, :]
+    mask = (keys < K)[:, None] & in_v[None, :]
+    source = (mixed, mixed_stride, rates, rates_stride, decays, decays_stride)
+    if tl.program_id(0) + head + tl.program_id(2) == 0:
+        list_long_rows(long, query_start, seq_lens, positions, accepted, num_rows, MOST, JOURNAL, LISTED)
+    for part in range(0, num_rows + 1, LISTED):
+        last = tl.minimum(part + LISTED, num_rows + 1)
+        if JOURNAL == 0:  # a graph has room for many rows
+            last = tl.where(any_of_few(query_start, part, num_rows, MOST, LISTED), last, part)
+        for row in range(part + tl.program_id(2), last, tl.num_programs(2)):
+            first, end, certain, replayed, by_one, room = row_or_padding(
+                query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
+            )
+            for token in range(end, room):
+                nothing = tl.zeros((BV,), dtype=out.dtype.element_ty)
+                tl.store(out + tl.cast(token, tl.int64) * (HEADS * V) + head * V + values, nothing, mask=in_v)
+            if (first < end) & ((end - first <= MOST) | (by_one != 0)):
+                own = state_entry(table, slots, row, table_stride)
+                held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
+                rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
+                bias = tl.load(decay_bias + head).to(tl.float32)
+                at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+                begin = first - replayed
+                place = behind(begin, first, replayed, row, num_tokens, JOURNAL)
+                inputs = _inputs(source, place, True, head, keys, values, KEY_HEADS, HEADS, K, V)
+                for token in range(begin, end):
+                    # the next token's, while this one is computed
+                    place = behind(token + 1, first, replayed, row, num_tokens, JOURNAL)
+                    ahead = _inputs(source, place, token + 1 < end, head, keys, values, KEY_HEADS, HEADS, K, V)
+                    to = out + tl.cast(token, tl.int64) * (HEADS * V) + head * V + values
+                    held = _token(
+                        held,
+                        inputs,
+                        to,
+                        token >= first,
+                        by_one,
+                        rate_of_decay,
+                        bias,
+                        values,
+                        state.dtype.element_ty,
+                        K,
+                        V,
+                    )
+                    inputs = ahead
+                    if token < certain:  # states after drafts are dropped
+                        for save in range(at, stop + 1):
+                            if save_token(save_position, save, stop, shift, certain) == token + 1:
+                                entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+                                tl.store(
+                                    state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask
+                                )
+
+
+@triton.jit
+def _one(
+    mixed, rates, decays, decay_log, decay_bias, state, out,
+    table, slots, query_start, positions, save_start, save_position, save_target,
+    mixed_stride, rates_stride, decays_stride, state_stride, table_stride,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BV values of one head of a row of one token, which is the token of the row's number.
+
+    The state is read while the convolution still runs: no other kernel of a step writes it, and earlier steps' have ended.
+    """
     head, row = tl.program_id(1), tl.program_id(2)
     keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     in_v = values < V
-    first, end, certain, replayed, by_one, room = row_or_padding(
-        query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
-    )
-    for token in range(end, room):
-        nothing = tl.zeros((BV,), dtype=out.dtype.element_ty)
-        tl.store(out + tl.cast(token, tl.int64) * (HEADS * V) + head * V + values, nothing, mask=in_v)
-    if (first == end) | ((end - first > MOST) & (by_one == 0)):
-        return
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
-    mask = (keys < K)[:, None] & in_v[None, :]
     own = state_entry(table, slots, row, table_stride)
-    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
+    there = tl.load(query_start + row) < tl.load(query_start + row + 1)
+    mask = (keys < K)[:, None] & in_v[None, :]
+    held = tl.load(state + own * state_stride + inside, mask=mask & there, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
-    out += head * V + values
-    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    begin, source = first - replayed, (mixed, mixed_stride, rates, rates_stride, decays, decays_stride)
-    place = behind(begin, first, replayed, row, num_tokens, JOURNAL)
-    inputs = _inputs(source, place, True, head, keys, values, KEY_HEADS, HEADS, K, V)
-    for token in range(begin, end):
-        # the next token's, while this one is computed
-        place = behind(token + 1, first, replayed, row, num_tokens, JOURNAL)
-        ahead = _inputs(source, place, token + 1 < end, head, keys, values, KEY_HEADS, HEADS, K, V)
-        to = out + tl.cast(token, tl.int64) * (HEADS * V)
-        held = _token(
-            held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V
-        )
-        inputs = ahead
-        if token < certain:  # states after drafts are dropped
-            for save in range(at, stop + 1):
-                if save_token(save_position, save, stop, shift, certain) == token + 1:
-                    entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-                    tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+    wait_turn(PDL)
+    start_next(PDL)
+    to = out + tl.cast(row, tl.int64) * (HEADS * V) + head * V + values
+    if there:
+        source = (mixed, mixed_stride, rates, rates_stride, decays, decays_stride)
+        inputs = _inputs(source, row, True, head, keys, values, KEY_HEADS, HEADS, K, V)
+        held = _token(held, inputs, to, True, False, rate_of_decay, bias, values, tl.float32, K, V)
+        at, stop, shift = saves_of(save_start, positions, row, row, row + 1, HAS_SAVES)
+        for save in range(at, stop + 1):
+            if save_token(save_position, save, stop, shift, row + 1) == row + 1:
+                entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+                tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+    else:
+        tl.store(to, tl.zeros((BV,), out.dtype.element_ty), mask=in_v)
 
 
 @triton.jit
@@ -247,34 +317,35 @@ def _block(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, wanted, known, attended, factors, state, out, table, slots, query_start, seq_lens, positions, accepted,
+    mixed, wanted, known, attended, factors, state, out, long,
+    table, slots, query_start, seq_lens, positions, accepted,
     save_start, save_row, save_position, save_target, num_tokens, mixed_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, JOURNAL: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BV values of one head of one row of more than MOST tokens, block by block from save to save."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    first, end, _, _, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
-    if (end - first <= MOST) | (by_one != 0):
-        return
+    """BV values of one head of `long` rows, block by block from save to save."""
+    head = tl.program_id(1)
     keys, values = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     inside = head * (K * V) + keys[:, None] * V + values[None, :]
     mask = (keys < K)[:, None] & (values < V)[None, :]
-    own = state_entry(table, slots, row, table_stride)
-    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
-    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    for save in range(at, stop + 1):
-        # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
-        begin = save_begin(save_position, save, at, shift, first)
-        upto = save_token(save_position, save, stop, shift, end + C - 1)
-        for whole in range(begin // C, upto // C):
-            held = _block(
-                held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
-                num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
-            )  # fmt: skip
-        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+    for which in range(tl.program_id(2), tl.load(long), tl.num_programs(2)):
+        row = tl.load(long + 1 + which)
+        first, end, _, _, _ = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+        own = state_entry(table, slots, row, table_stride)
+        held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
+        at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+        for save in range(at, stop + 1):
+            # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
+            begin = save_begin(save_position, save, at, shift, first)
+            upto = save_token(save_position, save, stop, shift, end + C - 1)
+            for whole in range(begin // C, upto // C):
+                held = _block(
+                    held, whole, first, tl.minimum(end, whole * C + C), mixed, wanted, known, attended, factors, out,
+                    num_tokens, mixed_stride, head, True, KEY_HEADS, HEADS, K, V, BK, BV, C, PRECISION,
+                )  # fmt: skip
+            to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+            tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -307,6 +378,7 @@ def _long_rows(
     strides: tuple[int, ...],
     state_EHKV: torch.Tensor,
     out_THV: torch.Tensor,
+    long: torch.Tensor,
     key_heads: int,
     rows: StateRows,
 ) -> None:
@@ -324,21 +396,25 @@ def _long_rows(
         num_warps=SYSTEM_WARPS,
     )  # fmt: skip
     block_v, warps, most = CHUNKS if block_k <= LARGEST_KEY else (*NARROW, 1)
+    many = least_rows(rows) * blocks(value_dim, MANY[0]) * heads
+    if block_k <= LARGEST_KEY and not wide and 2 * many > 3 * multiprocessors(mixed_TC.device):
+        block_v, warps, most = MANY
     tile_bytes = CHUNK * (3 * block_k + block_v + CHUNK) * mixed_TC.element_size()
     (slots, *where), entries = row_arguments(rows, mixed_TC)
     state_strides, (*saves, has_saves) = (state_EHKV.stride(0), rows.page_table.stride(0)), save_arguments(rows)
-    constants = (state_EHKV.element_size(), FEW_TOKENS, entries, *sizes, block_k)
+    item, constants = state_EHKV.element_size(), (entries, *sizes, block_k)
     lengths = (tokens, mixed_TC.stride(0))
-    _chunks[(blocks(value_dim, block_v), heads, rows.step.num_rows)](
-        mixed_TC, *parts, state_EHKV, out_THV, rows.page_table, slots, *where, *saves,
-        *lengths, *state_strides, has_saves, *constants, block_v, CHUNK, precision,
+    programs = blocks(value_dim, block_v) * heads
+    _chunks[(blocks(value_dim, block_v), heads, at_once(rows, programs, WALKS))](
+        mixed_TC, *parts, state_EHKV, out_THV, long, rows.page_table, slots, *where, *saves,
+        *lengths, *state_strides, has_saves, item, *constants, block_v, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
-        block_v, warps = NARROW
+        block_v, warps = FINISH if block_k <= LARGEST_KEY and not wide else NARROW
         _finish_saves[(blocks(value_dim, block_v), heads, min(MOST_AT_ONCE, rows.saves.row_N.shape[0]))](
             mixed_TC, *parts, state_EHKV, out_THV, *where, *saves,
-            rows.step.num_rows, *lengths, state_strides[0], *constants, block_v, CHUNK, precision, num_warps=warps,
+            rows.step.num_rows, *lengths, state_strides[0], item, FEW_TOKENS, *constants, block_v, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 
@@ -359,14 +435,26 @@ def gated_delta_rows(
     inputs = (mixed_TC, rates_TH, decays_TH, decay_log_H, decay_bias_H)
     strides = (mixed_TC.stride(0), rates_TH.stride(0), decays_TH.stride(0))
     (*saves, has_saves), (where, entries) = save_arguments(rows), row_arguments(rows, mixed_TC)
+    if rows.step.one_token and not entries:
+        slots, start, _, positions, _ = where
+        block_v, warps = ONE if key_dim <= LARGEST_KEY else FEW
+        _one[(blocks(value_dim, block_v), heads, rows.step.num_rows)](
+            *inputs, state_EHKV, out_THV, rows.page_table, slots, start, positions, saves[0], *saves[2:],
+            *strides, state_EHKV.stride(0), rows.page_table.stride(0), has_saves, state_EHKV.element_size(),
+            key_heads, heads, key_dim, value_dim, max(16, padded(key_dim)), block_v, num_warps=warps,
+            **dependent(mixed_TC.device),
+        )  # fmt: skip
+        return out_THV
     block_v, warps = DRAFTS if entries else FEW
     capped = key_dim <= LARGEST_KEY and state_EHKV.stride(0) % 16 == 0
-    _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1)](
-        *inputs, state_EHKV, out_THV, rows.page_table, *where, *saves,
+    long = torch.empty(rows.step.num_rows + 1, dtype=torch.int32, device=mixed_TC.device)
+    programs = blocks(value_dim, block_v) * heads
+    _few[(blocks(value_dim, block_v), heads, rows.step.num_rows + 1 if rows.few else at_once(rows, programs, STARTS))](
+        *inputs, state_EHKV, out_THV, long, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHKV.stride(0), rows.page_table.stride(0),
         has_saves, state_EHKV.element_size(), FEW_TOKENS, entries, key_heads, heads, key_dim, value_dim,
-        max(16, padded(key_dim)), block_v, num_warps=warps, maxnreg=REGISTERS[entries > 0] if capped else None,
+        max(16, padded(key_dim)), block_v, LISTED, num_warps=warps, maxnreg=REGISTERS[entries > 0] if capped else None,
     )  # fmt: skip
     if not rows.few:
-        _long_rows(inputs, strides, state_EHKV, out_THV, key_heads, rows)
+        _long_rows(inputs, strides, state_EHKV, out_THV, long, key_heads, rows)
     return out_THV

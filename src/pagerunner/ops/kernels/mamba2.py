@@ -17,9 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import blocks, padded
+from pagerunner.ops.kernels.launch import blocks, multiprocessors, padded
 from pagerunner.ops.kernels.state_rows import (
+    LISTED,
+    any_of_few,
+    at_once,
     behind,
+    least_rows,
+    list_long_rows,
     row_arguments,
     row_or_padding,
     row_sums,
@@ -42,9 +47,11 @@ FEW = (32, 8)  # values of a program, its warps
 REGISTERS = 64
 PREPARE = (16, 1)  # heads of a program, its warps
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
+MANY = (64, 4, 2)  # the same of many rows: two programs at a time have room on a multiprocessor
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
 NARROW = (16, 2)
 LARGEST_STATE = 128  # that CHUNKS are for
+STARTS, WALKS = 16, 3  # programs that are started for a multiprocessor, for rows of a few tokens and for long rows
 MOST_AT_ONCE = 16  # states to be saved that are finished side by side
 
 
@@ -73,43 +80,50 @@ def _token(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _few(
-    mixed, steps, decay_log, step_bias, skip, state, out,
+    mixed, steps, decay_log, step_bias, skip, state, out, long,
     table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_rows, num_tokens, mixed_stride, steps_stride, state_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """BP values of one head of one row that takes one token after another. Row R stands for the padding, whose outputs are zero."""
-    head, row = tl.program_id(1), tl.program_id(2)
+    """BP values of one head of rows that take one token after another. Row R stands for the padding, whose outputs are zero."""
+    head = tl.program_id(1)
     values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
     in_p = values < P
-    first, end, certain, replayed, by_one, room = row_or_padding(
-        query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
-    )
-    for token in range(end, room):
-        nothing = tl.zeros((BP,), dtype=out.dtype.element_ty)
-        tl.store(out + tl.cast(token, tl.int64) * (HEADS * P) + head * P + values, nothing, mask=in_p)
-    if (first == end) | ((end - first > MOST) & (by_one == 0)):
-        return
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = in_p[:, None] & (inner < N)[None, :]
-    own = state_entry(table, slots, row, table_stride)
-    held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
     rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
-    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
     source = (mixed, mixed_stride, steps, steps_stride)
-    for token in range(first - replayed, end):
-        place = behind(token, first, replayed, row, num_tokens, JOURNAL)
-        held = _token(
-            held, place, token, token >= first, by_one, source, out, rate, bias, passed, head, values, inner,
-            state.dtype.element_ty, GROUPS, HEADS, P, N,
-        )  # fmt: skip
-        if token < certain:  # states after drafts are dropped
-            for save in range(at, stop + 1):
-                if save_token(save_position, save, stop, shift, certain) == token + 1:
-                    to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-                    tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+    if tl.program_id(0) + head + tl.program_id(2) == 0:
+        list_long_rows(long, query_start, seq_lens, positions, accepted, num_rows, MOST, JOURNAL, LISTED)
+    for part in range(0, num_rows + 1, LISTED):
+        last = tl.minimum(part + LISTED, num_rows + 1)
+        if JOURNAL == 0:  # a graph has room for many rows
+            last = tl.where(any_of_few(query_start, part, num_rows, MOST, LISTED), last, part)
+        for row in range(part + tl.program_id(2), last, tl.num_programs(2)):
+            first, end, certain, replayed, by_one, room = row_or_padding(
+                query_start, seq_lens, positions, accepted, row, num_rows, num_tokens, JOURNAL
+            )
+            for token in range(end, room):
+                nothing = tl.zeros((BP,), dtype=out.dtype.element_ty)
+                tl.store(out + tl.cast(token, tl.int64) * (HEADS * P) + head * P + values, nothing, mask=in_p)
+            if (first < end) & ((end - first <= MOST) | (by_one != 0)):
+                own = state_entry(table, slots, row, table_stride)
+                held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
+                at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+                for token in range(first - replayed, end):
+                    place = behind(token, first, replayed, row, num_tokens, JOURNAL)
+                    held = _token(
+                        held, place, token, token >= first, by_one, source, out, rate, bias, passed, head, values, inner,
+                        state.dtype.element_ty, GROUPS, HEADS, P, N,
+                    )  # fmt: skip
+                    if token < certain:  # states after drafts are dropped
+                        for save in range(at, stop + 1):
+                            if save_token(save_position, save, stop, shift, certain) == token + 1:
+                                to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+                                tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -185,35 +199,35 @@ def _block(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _chunks(
-    mixed, weights, factors, skip, state, out, table, slots, query_start, seq_lens, positions, accepted,
+    mixed, weights, factors, skip, state, out, long, table, slots, query_start, seq_lens, positions, accepted,
     save_start, save_row, save_position, save_target, num_tokens, mixed_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, MOST: tl.constexpr, JOURNAL: tl.constexpr,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, JOURNAL: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BP values of one head of one row of more than MOST tokens, block by block from save to save."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    first, end, _, _, by_one = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
-    if (end - first <= MOST) | (by_one != 0):
-        return
+    """BP values of one head of `long` rows, block by block from save to save."""
+    head = tl.program_id(1)
     values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
     inside = head * (P * N) + values[:, None] * N + inner[None, :]
     mask = (values < P)[:, None] & (inner < N)[None, :]
-    own = state_entry(table, slots, row, table_stride)
-    held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
     passed = tl.load(skip + head).to(tl.float32)
-    at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
-    for save in range(at, stop + 1):
-        # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
-        begin = save_begin(save_position, save, at, shift, first)
-        upto = save_token(save_position, save, stop, shift, end + C - 1)
-        for whole in range(begin // C, upto // C):
-            held = _block(
-                held, whole, first, tl.minimum(end, whole * C + C), mixed, weights, factors, passed, out,
-                num_tokens, mixed_stride, head, True, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
-            )  # fmt: skip
-        to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-        tl.store(state + to * state_stride + inside, tl.trans(held).to(state.dtype.element_ty), mask=mask)
+    for which in range(tl.program_id(2), tl.load(long), tl.num_programs(2)):
+        row = tl.load(long + 1 + which)
+        first, end, _, _, _ = row_tokens(query_start, seq_lens, positions, accepted, row, JOURNAL)
+        own = state_entry(table, slots, row, table_stride)
+        held = tl.trans(tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32))
+        at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+        for save in range(at, stop + 1):
+            # whole blocks before the token at which a state is to be saved; the last time, all blocks that are left
+            begin = save_begin(save_position, save, at, shift, first)
+            upto = save_token(save_position, save, stop, shift, end + C - 1)
+            for whole in range(begin // C, upto // C):
+                held = _block(
+                    held, whole, first, tl.minimum(end, whole * C + C), mixed, weights, factors, passed, out,
+                    num_tokens, mixed_stride, head, True, GROUPS, HEADS, P, N, BP, BN, C, PRECISION,
+                )  # fmt: skip
+            to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
+            tl.store(state + to * state_stride + inside, tl.trans(held).to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -247,6 +261,7 @@ def _long_rows(
     skip_H: torch.Tensor,
     state_EHPN: torch.Tensor,
     out_THP: torch.Tensor,
+    long: torch.Tensor,
     groups: int,
     rows: StateRows,
 ) -> None:
@@ -263,20 +278,23 @@ def _long_rows(
         num_warps=warps,
     )  # fmt: skip
     block_p, warps, most = CHUNKS if block_n <= LARGEST_STATE else (*NARROW, 1)
+    many = least_rows(rows) * blocks(head_dim, MANY[0]) * heads
+    if block_n <= LARGEST_STATE and not wide and 2 * many > 3 * multiprocessors(mixed_TC.device):
+        block_p, warps, most = MANY
     tile_bytes = CHUNK * (2 * block_n + block_p + CHUNK) * mixed_TC.element_size()
     state_strides, (*saves, has_saves) = (state_EHPN.stride(0), rows.page_table.stride(0)), save_arguments(rows)
     (slots, *where), entries = row_arguments(rows, mixed_TC)
-    constants, lengths = (state_EHPN.element_size(), FEW_TOKENS, entries, *sizes), (tokens, mixed_TC.stride(0))
-    _chunks[(blocks(head_dim, block_p), heads, rows.step.num_rows)](
-        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, rows.page_table, slots, *where,
-        *saves, *lengths, *state_strides, has_saves, *constants, block_p, block_n, CHUNK, precision,
+    item, constants, lengths = state_EHPN.element_size(), (entries, *sizes), (tokens, mixed_TC.stride(0))
+    _chunks[(blocks(head_dim, block_p), heads, at_once(rows, blocks(head_dim, block_p) * heads, WALKS))](
+        mixed_TC, weights, factors, skip_H, state_EHPN, out_THP, long, rows.page_table, slots, *where,
+        *saves, *lengths, *state_strides, has_saves, item, *constants, block_p, block_n, CHUNK, precision,
         num_warps=warps, num_stages=stages(1 if wide else most, tile_bytes, mixed_TC.device),
     )  # fmt: skip
     if rows.saves is not None:
         block_p, warps = NARROW
         _finish_saves[(blocks(head_dim, block_p), heads, min(MOST_AT_ONCE, rows.saves.row_N.shape[0]))](
             mixed_TC, weights, factors, state_EHPN, out_THP, *where, *saves,
-            rows.step.num_rows, *lengths, state_strides[0], *constants, block_p, block_n, CHUNK, precision, num_warps=warps,
+            rows.step.num_rows, *lengths, state_strides[0], item, FEW_TOKENS, *constants, block_p, block_n, CHUNK, precision, num_warps=warps,
         )  # fmt: skip
 
 
@@ -297,12 +315,14 @@ def mamba2_rows(
     groups = (channels - heads * head_dim) // (2 * state_size)
     (*saves, has_saves), (block_p, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
     capped = state_size <= LARGEST_STATE and state_EHPN.stride(0) % 16 == 0
-    _few[(blocks(head_dim, block_p), heads, rows.step.num_rows + 1)](
-        *inputs, skip_H, state_EHPN, out_THP, rows.page_table, *where, *saves,
+    long = torch.empty(rows.step.num_rows + 1, dtype=torch.int32, device=mixed_TC.device)
+    at = rows.step.num_rows + 1 if rows.few else at_once(rows, blocks(head_dim, block_p) * heads, STARTS)
+    _few[(blocks(head_dim, block_p), heads, at)](
+        *inputs, skip_H, state_EHPN, out_THP, long, rows.page_table, *where, *saves,
         rows.step.num_rows, tokens, *strides, state_EHPN.stride(0), rows.page_table.stride(0),
         has_saves, state_EHPN.element_size(), FEW_TOKENS, entries, groups, heads, head_dim, state_size,
-        block_p, max(16, padded(state_size)), num_warps=warps, maxnreg=REGISTERS if capped else None,
+        block_p, max(16, padded(state_size)), LISTED, num_warps=warps, maxnreg=REGISTERS if capped else None,
     )  # fmt: skip
     if not rows.few:
-        _long_rows(inputs, strides, skip_H, state_EHPN, out_THP, groups, rows)
+        _long_rows(inputs, strides, skip_H, state_EHPN, out_THP, long, groups, rows)
     return out_THP

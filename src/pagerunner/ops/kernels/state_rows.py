@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import shared_memory
+from pagerunner.ops.kernels.launch import blocks, multiprocessors, shared_memory
 from pagerunner.ops.state_rows import StateRows
+
+LISTED = 256  # rows that are looked through at once
 
 
 @triton.jit
@@ -80,6 +82,34 @@ def row_or_padding(query_start, seq_lens, positions, accepted, row, num_rows, nu
 
 
 @triton.jit
+def list_long_rows(
+    listed, query_start, seq_lens, positions, accepted, num_rows, MOST: tl.constexpr, JOURNAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write how many rows run in blocks, then these rows. A graph has room for many rows, of which few or none are long."""
+    count = 0
+    for begin in range(0, num_rows, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        first, end, _, _, by_one = row_tokens(
+            query_start, seq_lens, positions, accepted, tl.minimum(row, num_rows - 1), JOURNAL
+        )
+        long = ((row < num_rows) & (end - first > MOST) & (by_one == 0)).to(tl.int32)
+        tl.store(listed + count + tl.cumsum(long, 0), row, mask=long != 0)
+        count += tl.sum(long, 0)
+    tl.store(listed, count)
+
+
+@triton.jit
+def any_of_few(query_start, begin, num_rows, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether this program's are rows of 1 to MOST tokens, or the padding behind all rows: of BLOCK rows from `begin` on, every one in turn."""
+    row = begin + tl.arange(0, BLOCK)
+    first = tl.load(query_start + row, mask=row < num_rows, other=0)
+    count = tl.load(query_start + row + 1, mask=row < num_rows, other=0) - first
+    wanted = ((count > 0) & (count <= MOST)) | (row == num_rows)
+    mine = (row - begin) % tl.num_programs(2) == tl.program_id(2)
+    return tl.max((wanted & mine).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def behind(token, first, replayed, row, num_tokens, JOURNAL: tl.constexpr):
     """Where a token is in inputs that have accepted drafts behind the step's tokens. Drafts are the tokens before `first`."""
     if JOURNAL > 0:
@@ -145,6 +175,19 @@ def unfinished(
 def unfinished_entry(save_target, save, state_stride, ITEM: tl.constexpr):
     """The page table entry, int64, of a save that is there."""
     return _entry_of(tl.load(save_target + save), state_stride, ITEM)
+
+
+def at_once(rows: StateRows, programs: int, most: int) -> int:
+    """How many rows have programs of their own, `programs` each; these take the rows beyond in turn. For each multiprocessor about `most` start,
+    or more if so many rows are sure to have tokens: a graph says of its longest row only that it may have all tokens.
+    """
+    fits = blocks(most * multiprocessors(rows.page_table.device), programs)
+    return max(1, min(rows.step.num_rows, max(fits, least_rows(rows))))
+
+
+def least_rows(rows: StateRows) -> int:
+    """How many rows have tokens, at least. Example: 8,100 tokens with at most 300 a row are 27 rows or more."""
+    return rows.step.num_tokens // max(rows.step.max_query_len, 1)
 
 
 def stages(most: int, block: int, device: torch.device) -> int:
