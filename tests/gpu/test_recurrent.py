@@ -7,7 +7,7 @@ import torch
 
 from helpers.device import DEVICE
 from helpers.drafted_states import DRAFTED, compare_drafts, drafted_step, run
-from helpers.recurrent_cases import Step, close, compare, conv_call, delta_call, mamba_call
+from helpers.recurrent_cases import Step, close, compare, compare_orders, conv_call, delta_call, mamba_call
 from pagerunner.attention.base import GraphShape, PlanInputs
 from pagerunner.attention.calls import RecurrentCall
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
@@ -24,6 +24,7 @@ STEPS = {
     "mixed": Step(
         (1, 700, 5, 64, 1, 1200, 130), saves=((1, 63), (1, 64), (1, 640), (1, 700), (2, 3), (5, 1199)), padding=(0, 11)
     ),
+    "room for more rows": Step((1, 300, 2, 90, *(9, 1) * 20), saves=((1, 128), (43, 1)), padding=(300, 7)),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 each_kind = pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
@@ -65,6 +66,13 @@ def test_gated_delta_of_other_sizes(sizes: tuple[int, int, int, int], dtype: tor
 def test_mamba2_of_other_sizes(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     call, shapes = mamba_call(STEPS["mixed"], sizes, dtype, "cuda"), [(3, 768), sizes[1:]]
     compare(mamba2_rows, call, 1, STEPS["mixed"], shapes, [dtype, torch.float32], "cuda", TOLERANCE[dtype])
+
+
+@each[0]
+@each[1]
+def test_a_layer_whose_projection_is_ordered_by_key_heads(step: Step, dtype: torch.dtype) -> None:
+    """In an engine, steps of one token a row have it ordered by parts."""
+    compare_orders(step, (16, 32, 128, 128), dtype, DEVICE, TOLERANCE[dtype])
 
 
 def layer(

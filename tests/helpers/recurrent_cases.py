@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from pagerunner.batch import StepRows
+from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.batch import StatePages, StepRows
+from pagerunner.models.qwen3_next import GroupedGatedDeltaNet
 from pagerunner.ops.state_rows import StateRows, StateSaves
 
 
@@ -167,3 +171,41 @@ def mamba_call(step: Step, sizes: tuple[int, int, int, int], dtype: torch.dtype,
     skip, bias = torch.randn(heads), torch.randn(heads)
     tensors = [x.to(device, dtype) for x in (mixed, steps, log, bias, skip)]
     return lambda state, rows: (*tensors, state, rows)
+
+
+class Layer(GroupedGatedDeltaNet):
+    """Qwen3-Next's, whose recurrence takes the projection ordered by key heads, if it is `grouped`."""
+
+    grouped = False
+
+    def takes_groups(self, batch: Any) -> bool:
+        return self.grouped
+
+
+def compare_orders(
+    step: Step, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, tolerance: float
+) -> None:
+    """A layer's outputs and states are the same with its projection ordered by key heads and by parts; sizes are as in `delta_call`."""
+    key_heads, heads, key_dim, value_dim = sizes
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    config: Any = SimpleNamespace(
+        hidden_size=32, key_heads=key_heads, value_heads=heads, key_head_dim=key_dim, value_head_dim=value_dim,
+        conv_channels=channels, conv_taps=4, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    layer = Layer(config, 0, dtype)
+    torch.manual_seed(4)
+    for module in layer.modules():
+        module.weights = {name: torch.randn(x.shape).to(device, dtype) / 4 for name, x in module.weights.items()}
+    x = torch.randn(step.tokens, 32).to(device, dtype)
+    stream: Any = SimpleNamespace(normed=lambda norm: x, adapters=None)
+    made = []
+    for layer.grouped in (False, True):
+        memory = Memory(step, [(3, channels), sizes[1:]], [dtype, torch.float32], device)
+        rows, backend = memory.rows, PagedRecurrentBackend()
+        group = SimpleNamespace(backend=backend, page_table=rows.page_table, plan=rows.saves)
+        batch: Any = SimpleNamespace(kv=[StatePages(0, tuple(memory.states))], groups=[group], rows=rows.step)
+        out: torch.Tensor = layer.mix(stream, layer.norm, (None, batch, None))
+        assert out.shape == (step.tokens, heads * value_dim)
+        made.append([out[step.real], *(state[entry] for state in memory.states for entry in memory.entries)])
+    for found, want in zip(*made, strict=True):
+        close(found, want, tolerance)

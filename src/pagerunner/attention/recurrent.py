@@ -32,6 +32,9 @@ from pagerunner.ops.state_rows import Span, StateRows, StateSaves, spans
 class GatedDelta:
     """Convolution, then the gated delta rule. Inputs: queries, keys and values side by side [T, C], rates' logits [T, H]
     and decays' [T, H]. States: (W - 1, C) and (H, key_dim, value_dim). Outputs: [T, H, value_dim] in the inputs' dtype.
+
+    `grouped`: the first input is a projection ordered by key heads, with gates (`ops.side_by_side.by_groups`). Only `rows` without
+    journals takes it.
     """
 
     conv_weight_CW: torch.Tensor
@@ -40,6 +43,7 @@ class GatedDelta:
     num_key_heads: int
     key_dim: int
     value_dim: int
+    grouped: bool = False
 
     def step(self, inputs: Tensors, states: Tensors) -> tuple[torch.Tensor, Tensors]:
         """See Recurrence."""
@@ -59,7 +63,8 @@ class GatedDelta:
 
     def rows(self, inputs: Tensors, memory: StatePages, rows: StateRows) -> torch.Tensor:
         """See Recurrence."""
-        mixed_TC, rates_TH, decays_TH = _convolved(inputs, memory, self.conv_weight_CW, None, rows)
+        order = (self.num_key_heads, self.key_dim) if self.grouped else ()
+        mixed_TC, rates_TH, decays_TH = _convolved(inputs, memory, self.conv_weight_CW, None, rows, *order)
         decay = (self.decay_log_H, self.decay_bias_H)
         return gated_delta_rows(mixed_TC, rates_TH, decays_TH, *decay, memory.states[1], self.num_key_heads, rows)
 
@@ -133,12 +138,18 @@ class Mamba2:
 
 
 def _convolved(
-    inputs: Tensors, memory: StatePages, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
+    inputs: Tensors,
+    memory: StatePages,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+    *order: int,
 ) -> Tensors:
     """The inputs with the first one convolved, and with accepted drafts behind the step's tokens if there is a journal."""
     x_TC, *gates = inputs
     if not memory.journal:
-        return causal_conv_rows(x_TC, memory.states[0], weight_CW, bias_C, rows), *gates
+        return causal_conv_rows(x_TC, memory.states[0], weight_CW, bias_C, rows, *order), *gates
+    assert not order, "drafts have their parts beside each other"
     return journaled_conv_rows(x_TC, tuple(gates), memory.states[0], memory.journal, weight_CW, bias_C, rows)
 
 

@@ -15,6 +15,7 @@ from abc import abstractmethod
 import torch
 
 from pagerunner.attention.recurrent import GatedDelta
+from pagerunner.batch import ForwardBatch, StatePages
 from pagerunner.layers.attention import PagedAttention, kv_heads, query_heads
 from pagerunner.layers.cuts import Cut, Features, Section, TensorCut, by_inputs, by_outputs
 from pagerunner.layers.linear import FusedLinear, Linear
@@ -31,7 +32,7 @@ from pagerunner.ops.lora import Adapters
 from pagerunner.ops.norm import rms_norm_then_gate
 from pagerunner.ops.rope import rope_
 from pagerunner.ops.routing import Routing
-from pagerunner.ops.side_by_side import by_parts
+from pagerunner.ops.side_by_side import by_groups, by_parts
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -92,7 +93,8 @@ class GatedDeltaNet(Mixer):
         """See Mixer."""
         _, batch, wanted_S = context
         config = self.config
-        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm), stream.adapters)
+        grouped = self.takes_groups(batch)
+        mixed_TC, gate_THd, rates_TH, decays_TH = self.project(stream.normed(norm), stream.adapters, grouped)
         recurrence = GatedDelta(
             conv_weight_CW=self.conv1d.weight_CW,
             decay_log_H=self.weights["A_log"],
@@ -100,14 +102,22 @@ class GatedDeltaNet(Mixer):
             num_key_heads=config.key_heads,
             key_dim=config.key_head_dim,
             value_dim=config.value_head_dim,
+            grouped=grouped,
         )
         out_THd = self.recur(recurrence, (mixed_TC, rates_TH, decays_TH), batch)
-        normed = rms_norm_then_gate(out_THd, gate_THd, self.norm.weight_D, self.norm.eps)
-        return only(normed.flatten(1), wanted_S)
+        normed = rms_norm_then_gate(out_THd.view(gate_THd.shape), gate_THd, self.norm.weight_D, self.norm.eps)
+        return only(normed.reshape(out_THd.shape[0], -1), wanted_S)
+
+    def takes_groups(self, batch: ForwardBatch) -> bool:
+        """Whether the recurrence takes the projection as it is ordered."""
+        return False
 
     @abstractmethod
-    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
-        """Queries, keys and values [T, C], output gates [T, H, d], and the logits of rates and decays [T, H]."""
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None, grouped: bool) -> Projected:
+        """Queries, keys and values [T, C], output gates [T, H, d], and the logits of rates and decays [T, H].
+
+        If `grouped`, the first are what the projection gives, and gates are those of key heads, [T * G, H / G, d].
+        """
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):
@@ -122,12 +132,21 @@ class GroupedGatedDeltaNet(GatedDeltaNet):
         self.in_proj_ba = Linear(hidden, rates, dtype, cut=by_outputs(self.heads, rates // heads))
         self.in_proj_qkvz.takes_adapters = self.in_proj_ba.takes_adapters = True
 
-    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
+    def takes_groups(self, batch: ForwardBatch) -> bool:
+        """See GatedDeltaNet. To order prompts' 12,288 numbers a token takes as long as to read and write them."""
+        pages, rows = batch.kv[self.recur.layer_index], batch.rows
+        return rows.row_T.is_cuda and not rows.one_token and isinstance(pages, StatePages) and not pages.journal
+
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None, grouped: bool) -> Projected:
         """See GatedDeltaNet."""
-        config = self.config
-        parts_TC = by_parts(
-            self.in_proj_qkvz(x_TD, adapters), self.in_proj_ba(x_TD, adapters), config.key_heads, config.key_head_dim
-        )
+        config, groups = self.config, self.config.key_heads
+        qkvz_TC, ba_TR = self.in_proj_qkvz(x_TD, adapters), self.in_proj_ba(x_TD, adapters)
+        if grouped:
+            gate = by_groups(qkvz_TC.view(-1, qkvz_TC.shape[1] // groups), 1, config.key_head_dim)[3]
+            gate_Tnd = gate.view(gate.shape[0], -1, config.value_head_dim)
+            rates_TH, decays_TH = ba_TR.unflatten(-1, (groups, 2, -1)).transpose(1, 2).flatten(2).unbind(1)
+            return qkvz_TC, gate_Tnd, rates_TH, decays_TH
+        parts_TC = by_parts(qkvz_TC, ba_TR, groups, config.key_head_dim)
         heads = config.value_heads
         sizes = config.conv_channels, heads * config.value_head_dim, heads, heads
         mixed_TC, gate, rates_TH, decays_TH = parts_TC.split(sizes, -1)
@@ -148,7 +167,7 @@ class PlainGatedDeltaNet(GatedDeltaNet):
         self.in_proj = FusedLinear(config.hidden_size, parts, dtype, cuts=cuts)
         self.in_proj.takes_adapters = True
 
-    def project(self, x_TD: torch.Tensor, adapters: Adapters | None) -> Projected:
+    def project(self, x_TD: torch.Tensor, adapters: Adapters | None, grouped: bool) -> Projected:
         """See GatedDeltaNet."""
         mixed_TC, gate, rates_TH, decays_TH = self.in_proj(x_TD, adapters).split(self.sizes, -1)
         return mixed_TC, gate.unflatten(-1, (-1, self.config.value_head_dim)), rates_TH, decays_TH

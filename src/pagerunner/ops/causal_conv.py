@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagerunner.ops.dispatch import gpu_kernel
+from pagerunner.ops.side_by_side import by_groups, side_by_side
 from pagerunner.ops.state_rows import StateRows, run_span, spans
 
 
@@ -34,9 +35,20 @@ def causal_conv(
 
 @gpu_kernel("causal_conv")
 def causal_conv_rows(
-    x_TC: torch.Tensor, state_EWC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
+    x_TC: torch.Tensor,
+    state_EWC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+    groups: int = 0,
+    key_dim: int = 0,
 ) -> torch.Tensor:
-    """`causal_conv` of every row of a step, from and into its state in pages; [T, C]. Padding gets finite numbers."""
+    """`causal_conv` of every row of a step, from and into its state in pages; [T, C]. Padding gets finite numbers.
+
+    With `groups`, x is a projection ordered by these, of `key_dim` queries and keys each, with gates that aren't read.
+    """
+    if groups:
+        x_TC = side_by_side(by_groups(x_TC, groups, key_dim)[:3])
     out_TC = torch.zeros_like(x_TC)
     for span in spans(rows):
 

@@ -18,12 +18,18 @@ def side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
 
+def by_groups(qkvz_TC: torch.Tensor, groups: int, key_dim: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values and output gates [T, G, n] of a projection ordered by G key heads, of `key_dim` queries and keys each."""
+    grouped_TGn = qkvz_TC.unflatten(-1, (groups, -1))
+    values = grouped_TGn.shape[-1] // 2 - key_dim
+    return grouped_TGn.split((key_dim, key_dim, values, values), -1)
+
+
 @gpu_kernel("side_by_side")
 def by_parts(qkvz_TC: torch.Tensor, ba_TR: torch.Tensor, groups: int, key_dim: int) -> torch.Tensor:
     """What two projections ordered by G key heads hold, ordered by parts: queries, keys, values, output gates, rates and decays, [T, C + R].
 
     A group of the first has `key_dim` queries and keys each, and half of the rest are values, the others gates. A group of the second is half rates, half decays.
     """
-    grouped, own = qkvz_TC.unflatten(-1, (groups, -1)), ba_TR.unflatten(-1, (groups, -1))
-    values, rates = (grouped.shape[-1] - 2 * key_dim) // 2, own.shape[-1] // 2
-    return side_by_side((*grouped.split((key_dim, key_dim, values, values), -1), *own.split(rates, -1)))
+    own_TGn = ba_TR.unflatten(-1, (groups, -1))
+    return side_by_side((*by_groups(qkvz_TC, groups, key_dim), *own_TGn.chunk(2, -1)))

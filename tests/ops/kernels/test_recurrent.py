@@ -7,12 +7,14 @@ import torch
 
 from helpers.drafted_states import DRAFTED, compare_drafts, layers, run
 from helpers.effort import TEST_DAY, effort
-from helpers.recurrent_cases import Memory, Step, compare, conv_call, delta_call, mamba_call
+from helpers.recurrent_cases import Memory, Step, compare, compare_orders, conv_call, delta_call, mamba_call
 from pagerunner.attention import recurrent
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.ops.causal_conv import causal_conv_rows, journaled_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
+from pagerunner.ops.kernels import gdn, mamba2
 from pagerunner.ops.mamba2 import mamba2_rows
+from pagerunner.ops.side_by_side import by_groups
 
 pytest.importorskip("triton")
 STEPS = {
@@ -23,6 +25,7 @@ STEPS = {
         (3, 75, 1, 9), saves=((1, 61), (1, 64), (1, 7), (0, 2), (1, 75), (3, 9)), padding=(1, 4)
     ),
 }
+MANY_ROWS = Step((70, 3, 1, 9, 10, 65, 9, 9, 12, 1, 130), saves=((0, 64), (5, 3), (8, 12), (10, 129)), padding=(40, 3))
 each_dtype = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-3)])
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 
@@ -57,6 +60,45 @@ def test_keys_and_states_beyond_the_usual_tiles(dtype, tolerance):
     compare(gated_delta_rows, call, 1, step, [(3, 6), (2, 136, 24)], dtypes, "cpu", tolerance)
     call = mamba_call(step, (1, 2, 20, 136), dtype, "cpu")
     compare(mamba2_rows, call, 1, step, [(3, 6), (2, 20, 136)], dtypes, "cpu", tolerance)
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "call"), [(gdn, gated_delta_rows, delta_call), (mamba2, mamba2_rows, mamba_call)]
+)
+def test_rows_of_a_graph_that_has_room_for_more(module, op, call, monkeypatch):
+    """Programs take several rows in turn, and the rows are looked through in several turns."""
+    monkeypatch.setattr(module, "LISTED", 16)
+    arguments = call(MANY_ROWS, (1, 2, 8, 5), torch.float32, "cpu")
+    compare(op, arguments, 1, MANY_ROWS, [(3, 6), (2, 8, 5)], [torch.float16, torch.float32], "cpu", 2e-5)
+
+
+@pytest.mark.parametrize(("tokens", "taps", "biased"), [(130, 4, True), (2100, 2, False)])
+def test_convolution_of_many_tokens(tokens, taps, biased):
+    """So long that programs have as many tokens as they may, and most of these see inputs of their own row alone."""
+    step = Step((3, tokens, 1), saves=((1, tokens - 1),), padding=(1, 2))
+    call = conv_call(step, 6, taps, torch.float32, "cpu", biased=biased)
+    compare(causal_conv_rows, call, 0, step, [(taps - 1, 6)], [torch.float32], "cpu", 1e-6)
+
+
+@each_step
+def test_convolution_of_inputs_ordered_by_groups(step):
+    """Two groups of 3 queries, 3 keys, 4 values and 4 gates; groups' gates and other columns behind them are not read."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(step.tokens, 28 + 5)[:, :28], torch.randn(20, 4)
+
+    def call(state, rows):
+        return x, state, weight, None, rows, 2, 3
+
+    compare(causal_conv_rows, call, 0, step, [(3, 20)], [torch.float32], "cpu", 1e-6)
+    found, memory = (Memory(step, [(3, 20)], [torch.float32], "cpu") for _ in range(2))
+    ordered = torch.cat([part.flatten(1) for part in by_groups(x, 2, 3)[:3]], 1)
+    want = causal_conv_rows.twin(ordered, memory.states[0], weight, None, memory.rows)
+    assert torch.equal(causal_conv_rows.twin(*call(found.states[0], found.rows)), want)
+
+
+@each_step
+def test_a_layer_whose_projection_is_ordered_by_key_heads(step):
+    compare_orders(step, (2, 4, 8, 5), torch.float32, "cpu", 1e-6)
 
 
 @pytest.mark.parametrize("step", DRAFTED.values(), ids=DRAFTED.keys())

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import blocks, padded
+from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.state_rows import (
     behind,
     row_arguments,
@@ -18,9 +18,22 @@ from pagerunner.ops.kernels.state_rows import (
 )
 from pagerunner.ops.state_rows import StateRows
 
-BLOCK_TOKENS = 16
+GROUP = 8  # tokens of a row whose inputs are read together
+BLOCK_TOKENS = 4  # of several rows
 BLOCK_CHANNELS = 256
 DRAFTED_TOKENS = 4  # of a row with drafts, at once
+
+
+@triton.jit
+def _place(channel, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUES: tl.constexpr):
+    """Where a channel is in a token's inputs: at its number, or ordered by groups, as `ops/side_by_side.py` has it."""
+    if GROUPS == 0:
+        return channel
+    wide: tl.constexpr = 2 * KEY + 2 * VALUES
+    keys: tl.constexpr = 2 * GROUPS * KEY
+    key = channel // KEY % GROUPS * wide + channel // (GROUPS * KEY) * KEY + channel % KEY
+    value = (channel - keys) // VALUES * wide + 2 * KEY + (channel - keys) % VALUES
+    return tl.where(channel < keys, key, value)
 
 
 @triton.jit
@@ -28,10 +41,11 @@ def _input(source, channel, in_range, token, by_one, taps, JOURNAL: tl.constexpr
     """A row's input at `token`, in x's dtype. Before the row's first token of the step come its accepted drafts, and before them
     what its state holds. If a row takes tokens one after another (`by_one`), each is rounded as a state is for those after it.
 
-    `source`: the step's inputs, the row's state and journal; its first token, how many accepted drafts are before it, and the channels.
+    `source`: the step's inputs, the row's state and journal; its first token, how many accepted drafts are before it, the channels,
+    and where `channel` is in the inputs.
     """
-    x, x_stride, state, entries, first, replayed, channels = source
-    value = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=in_range & (token >= first), other=0.0)
+    x, x_stride, state, entries, first, replayed, channels, place = source
+    value = tl.load(x + tl.cast(token, tl.int64) * x_stride + place, mask=in_range & (token >= first), other=0.0)
     before = token - first + replayed
     held = tl.load(state + (taps - 1 + before) * channels + channel, mask=in_range & (before < 0), other=0.0)
     if JOURNAL > 0:
@@ -50,7 +64,7 @@ def _output(
 ):
     """Outputs of one token or several. Tokens and what belongs to them are in the first dimension, or are one number."""
     weight, weight_stride, bias = weights
-    _, _, _, _, _, _, channels = source
+    _, _, _, _, _, _, channels, _ = source
     in_range = channel < channels
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
@@ -66,33 +80,78 @@ def _output(
     return total / (1.0 + tl.exp(-total))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _within_row(
+    x, x_stride, out, weights, begin, end, channel, place, channels,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Outputs of tokens whose taps are all inputs of the step, GROUP at a time: an input is read and widened once for all of them."""
+    weight, weight_stride, bias = weights
+    in_range = channel < channels
+    factors = ()
+    for tap in tl.static_range(TAPS):
+        factor = tl.load(weight + channel * weight_stride + tap, mask=in_range, other=0.0)
+        factors = factors + (factor.to(tl.float32),)  # noqa: RUF005
+    shift = tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    for group in range(begin, end, GROUP):
+        values = ()
+        for at in tl.static_range(GROUP + TAPS - 1):
+            token = group + at - (TAPS - 1)
+            value = tl.load(x + tl.cast(token, tl.int64) * x_stride + place, mask=in_range & (token < end), other=0.0)
+            values = values + (value.to(tl.float32),)  # noqa: RUF005
+        for at in tl.static_range(GROUP):
+            total = values[at] * factors[0]
+            for tap in tl.static_range(1, TAPS):
+                total += values[at + tap] * factors[tap]
+            if HAS_BIAS:
+                total += shift
+            found = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
+            to = out + tl.cast(group + at, tl.int64) * channels + channel
+            tl.store(to, found, mask=in_range & (group + at < end))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "length"])
 def _tokens(
     x, out, state, journal, weight, bias, table, slots, query_start, seq_lens, positions, accepted, row_T,
-    num_tokens, channels, x_stride, weight_stride, state_stride, journal_stride, table_stride,
-    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    num_tokens, length, channels, x_stride, weight_stride, state_stride, journal_stride, table_stride,
+    TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUES: tl.constexpr,
+    GROUP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of BT tokens and BC channels; states are read only."""
-    token = (tl.program_id(0) * BT + tl.arange(0, BT))[:, None]
-    channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
-    row = tl.load(row_T + token, mask=token < num_tokens, other=-1)
-    real = row >= 0
-    first = tl.load(query_start + row, mask=real, other=0)
-    slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
-    entry = tl.load(table + slot * table_stride, mask=real, other=0)
-    held = tl.load(accepted + row, mask=real, other=-1) if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
-    own, entries = state + entry * state_stride, journal + entry * journal_stride
-    mask = real & (channel < channels)
-    source = (x, x_stride, own, entries, first, tl.maximum(held, 0), channels)
-    found = _output(source, (weight, weight_stride, bias), channel, mask, token, held >= 0, TAPS, HAS_BIAS, JOURNAL)
-    target = out + token.to(tl.int64) * channels + channel
-    tl.store(target, found.to(out.dtype.element_ty), mask=(token < num_tokens) & (channel < channels))
+    """Outputs of `length` tokens and BC channels; states are read only."""
+    begin = tl.program_id(1) * length
+    end = tl.minimum(begin + length, num_tokens)
+    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    weights = (weight, weight_stride, bias)
+    only = tl.load(row_T + end - 1)
+    alike = (begin >= TAPS - 1) & (only >= 0) & (tl.load(row_T + tl.maximum(begin - (TAPS - 1), 0)) == only)
+    if JOURNAL > 0:
+        alike &= tl.load(accepted + tl.maximum(only, 0)) < 0
+    if alike:
+        ordered = _place(channel, GROUPS, KEY, VALUES)
+        _within_row(x, x_stride, out, weights, begin, end, channel, ordered, channels, TAPS, HAS_BIAS, GROUP)
+    else:
+        many = channel[None, :]
+        place = _place(many, GROUPS, KEY, VALUES)
+        for part in range(begin, end, BT):
+            token = (part + tl.arange(0, BT))[:, None]
+            row = tl.load(row_T + token, mask=token < end, other=-1)
+            real = row >= 0
+            first = tl.load(query_start + row, mask=real, other=0)
+            slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
+            entry = tl.load(table + slot * table_stride, mask=real, other=0)
+            held = tl.load(accepted + row, mask=real, other=-1) if JOURNAL > 0 else tl.full((BT, 1), -1, tl.int32)
+            own, entries = state + entry * state_stride, journal + entry * journal_stride
+            mask = real & (many < channels)
+            source = (x, x_stride, own, entries, first, tl.maximum(held, 0), channels, place)
+            found = _output(source, weights, many, mask, token, held >= 0, TAPS, HAS_BIAS, JOURNAL)
+            target = out + token.to(tl.int64) * channels + many
+            tl.store(target, found.to(out.dtype.element_ty), mask=(token < end) & (many < channels))
 
 
 @triton.jit
 def _keep(source, target, channel, in_range, upto, TAPS: tl.constexpr, JOURNAL: tl.constexpr):
     """Write the state before token `upto` to `target`, oldest first, which may be the state itself."""
-    _, _, _, _, _, _, channels = source
+    _, _, _, _, _, _, channels, _ = source
     for tap in tl.static_range(TAPS - 1):
         at = upto - (TAPS - 1) + tap
         value = _input(source, channel, in_range, at, True, TAPS, JOURNAL)
@@ -106,7 +165,7 @@ def _one_token(
 ):  # fmt: skip
     """Output and state of a row that has one token, and no accepted drafts before it."""
     save_start, save_position, save_target = saves
-    source = (x, x_stride, own, own, token, 0, channels)
+    source = (x, x_stride, own, own, token, 0, channels, channel)
     total = _output(source, weights, channel, in_range, token, False, TAPS, HAS_BIAS, 0)
     tl.store(out + tl.cast(token, tl.int64) * channels + channel, total.to(out.dtype.element_ty), mask=in_range)
     if HAS_SAVES:
@@ -148,7 +207,8 @@ def _rows(
     table, slots, query_start, seq_lens, positions, accepted, save_start, save_row, save_position, save_target,
     num_tokens, channels, x_stride, weight_stride, gate_stride, gate_2_stride, state_stride, journal_stride, table_stride,
     HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, JOURNAL: tl.constexpr,
-    OUTPUTS: tl.constexpr, GATES: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    OUTPUTS: tl.constexpr, GATES: tl.constexpr, HEADS: tl.constexpr, BH: tl.constexpr,
+    GROUPS: tl.constexpr, KEY: tl.constexpr, VALUES: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A row's saved states, then its last, of BC channels. With a journal also the outputs of accepted drafts, and the drafts go
     into the journal. With OUTPUTS also the outputs of the step's tokens. Behind the channels comes a program for each gate.
@@ -189,7 +249,7 @@ def _rows(
                 HAS_SAVES, ITEM, TAPS, HAS_BIAS,
             )  # fmt: skip
             return
-    source = (x, x_stride, own, entries, first, replayed, channels)
+    source = (x, x_stride, own, entries, first, replayed, channels, _place(channel, GROUPS, KEY, VALUES))
     if JOURNAL > 0:
         stop = end if OUTPUTS else first
         for begin in range(first - replayed, stop, BT):
@@ -217,9 +277,11 @@ def _rows(
 def _step(
     x, out, state, weight, bias, table, slots, query_start, positions, save_start, save_position, save_target,
     channels, x_stride, weight_stride, state_stride, table_stride,
-    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
+    HAS_SAVES: tl.constexpr, ITEM: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Output and state of a row of one token, which is the token of the row's number."""
+    """Output and state of a row of one token, which is the token of the row's number. What comes after it may read states before it waits."""
+    wait_turn(PDL)
+    start_next(PDL)
     row = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_range = channel < channels
@@ -235,12 +297,23 @@ def _step(
     )  # fmt: skip
 
 
+def tokens_each(tokens: int) -> int:
+    """How many tokens of a step a program has one after another: few programs read a token's neighbours twice, many leave no multiprocessor idle."""
+    return 4 if tokens <= 512 else 8 if tokens <= 2048 else 16
+
+
 def causal_conv_rows(
-    x_TC: torch.Tensor, state_EWC: torch.Tensor, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, rows: StateRows
+    x_TC: torch.Tensor,
+    state_EWC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    rows: StateRows,
+    groups: int = 0,
+    key_dim: int = 0,
 ) -> torch.Tensor:
     """See the twin."""
-    if not rows.step.one_token:
-        return journaled_conv_rows(x_TC, (), state_EWC, (), weight_CW, bias_C, rows)[0]
+    if groups or not rows.step.one_token:
+        return journaled_conv_rows(x_TC, (), state_EWC, (), weight_CW, bias_C, rows, groups, key_dim)[0]
     channels = x_TC.shape[1]
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     start, _, position, target, has_saves = save_arguments(rows)
@@ -248,7 +321,7 @@ def causal_conv_rows(
         x_TC, out_TC, state_EWC, weight_CW, weight_CW if bias_C is None else bias_C, rows.page_table, rows.step.slots_R,
         rows.step.query_start_R1, rows.step.positions_T, start, position, target, channels,
         x_TC.stride(0), weight_CW.stride(0), state_EWC.stride(0), rows.page_table.stride(0),
-        has_saves, state_EWC.element_size(), weight_CW.shape[1], bias_C is not None, BLOCK_CHANNELS,
+        has_saves, state_EWC.element_size(), weight_CW.shape[1], bias_C is not None, BLOCK_CHANNELS, **dependent(x_TC.device),
     )  # fmt: skip
     return out_TC
 
@@ -261,11 +334,15 @@ def journaled_conv_rows(
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
     rows: StateRows,
+    groups: int = 0,
+    key_dim: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """See the twin."""
-    (tokens, channels), count = x_TC.shape, journal[0].shape[1] if journal else 0
-    places = tokens + rows.step.num_rows * count
-    out, *gates_out = (part.new_empty(places, part.shape[1]) for part in (x_TC, *gates))
+    """See the twin. Without a journal, x may be ordered by `groups`, as `causal_conv_rows` says."""
+    tokens, channels, count = x_TC.shape[0], weight_CW.shape[0], journal[0].shape[1] if journal else 0
+    places, order = tokens + rows.step.num_rows * count, (0, 0, 0)
+    if groups:
+        order = groups, key_dim, channels // groups - 2 * key_dim
+    out, *gates_out = (x_TC.new_empty(places, part.shape[1]) for part in (weight_CW.t(), *gates))
     where, _ = row_arguments(rows, out)
     assert len({kept.stride(0) for kept in journal}) < 2, "journals are parts of pages: one stride leads to all of them"
     (*saves, has_saves), taps, one_launch = save_arguments(rows), weight_CW.shape[1], bool(journal) and rows.few
@@ -273,10 +350,11 @@ def journaled_conv_rows(
     strides = (state_EWC.stride(0), journal[0].stride(0) if journal else 0, rows.page_table.stride(0))
     columns, entries = blocks(channels, BLOCK_CHANNELS), journal[0] if journal else state_EWC
     if not one_launch:
-        _tokens[(blocks(tokens, BLOCK_TOKENS), columns)](
-            x_TC, out, state_EWC, entries, *weights, rows.page_table, *where, rows.step.row_T, tokens, channels,
+        length = tokens_each(tokens)
+        _tokens[(columns, blocks(tokens, length))](
+            x_TC, out, state_EWC, entries, *weights, rows.page_table, *where, rows.step.row_T, tokens, length, channels,
             x_TC.stride(0), weight_CW.stride(0), *strides,
-            taps, bias_C is not None, count, BLOCK_TOKENS, BLOCK_CHANNELS,
+            taps, bias_C is not None, count, *order, GROUP, BLOCK_TOKENS, BLOCK_CHANNELS, num_warps=1,
         )  # fmt: skip
         for gate, copy in zip(gates, gates_out, strict=True):
             copy[:tokens].copy_(gate)
@@ -288,6 +366,6 @@ def journaled_conv_rows(
         x_TC, out, state_EWC, entries, *weights, *one, *two, rows.page_table, *where, *saves, tokens, channels,
         x_TC.stride(0), weight_CW.stride(0), one[0].stride(0), two[0].stride(0), *strides,
         has_saves, state_EWC.element_size(), taps, bias_C is not None, count, one_launch, len(gates), heads, padded(heads),
-        DRAFTED_TOKENS, BLOCK_CHANNELS,
+        *order, DRAFTED_TOKENS, BLOCK_CHANNELS,
     )  # fmt: skip
     return out, *gates_out
