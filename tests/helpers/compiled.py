@@ -478,28 +478,16 @@ RECURRENCES = {
     "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "LISTED": 256},
     "one gdn": {"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "PDL": True},
     "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0], "LISTED": 256},
-    "conv": {
-        "TAPS": 4,
-        "HAS_BIAS": True,
-        "GROUPS": 0,
-        "KEY": 0,
-        "VALUES": 0,
-        "GATES": 2,
-        "HEADS": 32,
-        "BH": 32,
-        "BT": 4,
-        "BC": 256,
-    },
+    "conv": {"TAPS": 4, "HAS_BIAS": True, "GATES": 2, "HEADS": 32, "BH": 32, "BT": 4, "BC": 256},
 }
 
 
 def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
-    kernels = {"gdn": gdn._few, "one gdn": gdn._one, "mamba2": mamba2._few}
-    kernel = {**kernels, "conv": causal_conv._rows}[name]
+    kernel = {"gdn": gdn._few, "one gdn": gdn._one, "mamba2": mamba2._few, "conv": causal_conv._rows}[name]
     block_v, warps = gdn.ONE if name == "one gdn" else gdn.DRAFTS if journal else gdn.FEW
     own = {"BV": block_v} if "gdn" in name else {}
-    own |= {"OUTPUTS": journal > 0} if name == "conv" else {}
+    own |= {"OUTPUTS": journal > 0, "GROUPS": 0, "KEY": 0, "VALUES": 0} if name == "conv" else {}
     constants = RECURRENCES[name] | own | {"HAS_SAVES": True, "ITEM": 4 if state == "fp32" else 2}
     constants |= {} if "one" in name else {"JOURNAL": journal}
     strides = [other for other in kernel.arg_names if other.endswith("stride") or other == "channels"]
