@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEAST_TILES = tl.constexpr(
-    8
-)  # of a part, if a whole turn of programs is to have one: merging takes as long as a few tiles
+# of a part, if a whole turn of programs is to have one: merging takes as long as a few tiles
+LEAST_TILES = tl.constexpr(8)
 MOST_PARTS = tl.constexpr(64)  # of a block, because merging takes time too
 
 
@@ -100,9 +99,8 @@ def _divide_blocks(
             row = start + tl.arange(0, BLOCK)
             count, of_block = _block_tiles(starts_ptr, lengths_ptr, row, row < num_rows, window, chunk, BT, BNP)
             parts += tl.sum(count * tl.cdiv(of_block, per), 0)
-    if (parts > slices) | (
-        per < LEAST_TILES
-    ):  # a block's last part may be short, and many more parts than wanted come from rounding up
+    # a block's last part may be short, and many more parts than wanted come from rounding up
+    if (parts > slices) | (per < LEAST_TILES):
         per = tl.maximum(tl.cdiv(tiles, tl.maximum(slices - blocks, 1)), 1)
     parts = 0
     for start in range(0, num_rows, BLOCK):
