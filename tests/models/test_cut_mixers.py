@@ -98,7 +98,7 @@ def ready(mixer: Any, seen: list[torch.Tensor]) -> Any:
     """The mixer with memory, and with stand-ins for what the runner would bring."""
     materialize(mixer, torch.full((weights_bytes(mixer),), 255, dtype=torch.uint8))
     if hasattr(mixer, "recur"):
-        mixer.recur = recur(seen)
+        mixer.recur, mixer.takes_groups = recur(seen), lambda batch: False
     else:
         mixer.attend = attend_latents if isinstance(mixer, deepseek.Attention) else attend
     return mixer
