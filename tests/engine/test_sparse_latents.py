@@ -216,14 +216,14 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
         found = choose(q, *more)
         return first.setdefault(len(q), found.clone()) if len(q) == 4 else found  # of steps that are recorded
 
-    read, store = paged_sparse.chosen_values, paged_sparse.store_latent_
+    read, absorb = paged_sparse.chosen_values, paged_sparse.absorb_slots_
 
     def stale_table(q: Any, q_rotary: Any, held: Any, table: Any, *more: Any) -> Any:
         return read(q, q_rotary, held, first.setdefault(len(q), table.clone()), *more)
 
-    def stale_places(new: Any, pages: Any, places: WritePlaces) -> None:
-        kept = first.setdefault((len(new), pages.shape), WritePlaces(*(one.clone() for one in places)))
-        store(new, pages, kept)
+    def stale_places(q: Any, *more: Any) -> Any:
+        kept = first.setdefault(len(q), WritePlaces(*(one.clone() for one in more[-1])))
+        return absorb(q, *more[:-1], kept)
 
     def answers(llm: Any) -> list[Any]:
         return [output.error or list(output.outputs[0].token_ids) for output in run(llm, texts)]
@@ -234,7 +234,7 @@ def test_graphs_keep_nothing_of_the_step_in_which_they_were_recorded(
     elif planted == "a table":
         monkeypatch.setattr(paged_sparse, "chosen_values", stale_table)
     elif planted == "places":
-        monkeypatch.setattr(paged_sparse, "store_latent_", stale_places)
+        monkeypatch.setattr(paged_sparse, "absorb_slots_", stale_places)
     with as_on_cuda(), counted_graphs() as graphs:
         found = answers(engine(path, **FEW))
     assert graphs.replays
