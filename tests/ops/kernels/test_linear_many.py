@@ -10,7 +10,7 @@ from helpers.borders import set_borders
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many as many
-from pagerunner.ops.kernels.linear_tiles import TilesConfig, run_tiles
+from pagerunner.ops.kernels.linear_tiles import run_tiles
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.stored import Stored4, Stored8, dense
@@ -116,18 +116,6 @@ def test_products_of_half_precision_go_by_tiles_where_groups_fit(monkeypatch, fo
     seen.clear()
     many.linear(torch.randn(tile_tokens(matrix) + 1, 192).half(), matrix)
     assert not seen
-
-
-@pytest.mark.parametrize("features", [200, 48])
-def test_tiles_in_shares_are_chosen_by_their_block(monkeypatch, features):
-    monkeypatch.setattr(many, "tiles_config", lambda *_: TilesConfig(24, 1, 4, 2, shares=1))
-    matrix, x = stored("int4 f16 128", features, 384), torch.randn(40, 384).half()
-    want = x.float() @ dense(matrix, torch.float32).t()
-    residual = torch.randn(40, features).half()
-    expected = residual.float() + want
-    assert float((many.linear(x, matrix).float() - want).norm() / want.norm()) < 3e-3
-    many.linear_add_(x, matrix, residual)
-    assert float((residual.float() - expected).norm() / expected.norm()) < 3e-3
 
 
 def close(got, want):

@@ -22,7 +22,6 @@ from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
-from pagerunner.ops.kernels.linear_shares import run_shares
 from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_tiles, serves, tiles_config
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
@@ -85,8 +84,7 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
         return wide, blocks(tokens, wide.tokens)  # 256 tokens are two tiles of 128, and 160 lie between
     if _in_tiles(tokens, dtype, weight_OI):
         config = tiles_config(tokens, weight_OI, device)
-        # by their number, a tile is cut into shares or isn't; and large numbers of tokens have tiles that small ones have
-        return config, blocks(tokens, config.tokens) if config.shares else 0, tokens <= FITTED_TOKENS
+        return config, tokens <= FITTED_TOKENS  # large numbers of tokens have tiles that small ones have
     return _outputs_at_once(tokens, dtype, weight_OI)
 
 
@@ -149,8 +147,7 @@ def _product(given: Product) -> None:
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)
         config = tiles_config(tokens, weight_OI, device)
-        run = run_shares if config.shares else run_tiles
-        run(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
+        run_tiles(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
         return
     if norm is not None:
         x_TI = norm(x_TI)

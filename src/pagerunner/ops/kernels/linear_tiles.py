@@ -40,7 +40,7 @@ from pagerunner.ops.kernels.stored import HELD_BY, operands_of, scale_numbers
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.stored import RUN, Stored, Stored8
 
-FITTED_TOKENS = 256
+FITTED_TOKENS = 192
 """Up to so many tokens, tiles follow the number of tokens."""
 BYTES = 64
 """Bytes of a row that a step takes: 16 for each of four threads."""
@@ -187,7 +187,7 @@ def _add_product(acc, numbers, x, scale, SCALES: tl.constexpr):
 
 
 @triton.jit
-def tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first, last, K: tl.constexpr,
+def _tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first, last, K: tl.constexpr,
               G: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, MORE: tl.constexpr, R: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr,
               WORDS: tl.constexpr, SCALES: tl.constexpr, HELD: tl.constexpr, S_WORD: tl.constexpr, Z_WORD: tl.constexpr,
               ZEROS: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -248,21 +248,14 @@ def tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_fea
 
 
 @triton.jit
-def row_factors(acc, s_ptr, factors_ptr, outs, SCALES: tl.constexpr, FACTORS: tl.constexpr):
-    """Sums of the output features `outs` times what multiplies whole rows."""
+def _store_sums(acc, s_ptr, factors_ptr, bias_ptr, y_ptr, tokens, features, num_tokens, num_features, y_stride, SCALES: tl.constexpr,
+               FACTORS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Store sums [features, tokens] times what multiplies whole rows, and the bias, or add them."""
+    outs = tl.minimum(features, num_features - 1).to(tl.int64)
     if SCALES == ROW_SCALES:
         acc *= scale_numbers(tl.load(s_ptr + outs))[:, None]
     if FACTORS:
         acc *= tl.load(factors_ptr + outs)[:, None]
-    return acc
-
-
-@triton.jit
-def store_sums(acc, s_ptr, factors_ptr, bias_ptr, y_ptr, tokens, features, num_tokens, num_features, y_stride, SCALES: tl.constexpr,
-               FACTORS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """Store sums [features, tokens] times what multiplies whole rows, and the bias, or add them."""
-    outs = tl.minimum(features, num_features - 1).to(tl.int64)
-    acc = row_factors(acc, s_ptr, factors_ptr, outs, SCALES, FACTORS)
     if BIAS:
         acc += tl.load(bias_ptr + outs).to(tl.float32)[:, None]
     inside = (features < num_features)[:, None] & (tokens < num_tokens)[None, :]
@@ -288,24 +281,23 @@ def _tiles_kernel(x_desc, more_desc, w_ptr, s_ptr, z_ptr, factors_ptr, bias_ptr,
     row = token_tile * (BT + MORE)
     moved = feature_tile * (BN * R) + _features(tl.arange(0, BN), W)
     first = tl.program_id(1) * steps * BK
-    sums, more = tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first,
-                           tl.minimum(first + steps * BK, K), K, G, BO, BT, MORE, R, W, FORM, WORDS, SCALES, HELD, S_WORD,
-                           Z_WORD, ZEROS, WAIT, PDL)  # fmt: skip
+    sums, more = _tile_sums(x_desc, more_desc, w_ptr, s_ptr, z_ptr, row, feature_tile, num_features, first,
+                            tl.minimum(first + steps * BK, K), K, G, BO, BT, MORE, R, W, FORM, WORDS, SCALES, HELD, S_WORD,
+                            Z_WORD, ZEROS, WAIT, PDL)  # fmt: skip
     if not DONE:
         y_ptr += tl.program_id(1) * num_tokens.to(tl.int64) * y_stride
     for r in tl.static_range(R):
-        store_sums(sums[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + tl.arange(0, BT), moved + r * BN, num_tokens, num_features,
-                   y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
+        _store_sums(sums[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + tl.arange(0, BT), moved + r * BN, num_tokens, num_features,
+                    y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
         if MORE:
-            store_sums(more[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + BT + tl.arange(0, MORE), moved + r * BN, num_tokens,
-                       num_features, y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
+            _store_sums(more[r], s_ptr, factors_ptr, bias_ptr, y_ptr, row + BT + tl.arange(0, MORE), moved + r * BN, num_tokens,
+                        num_features, y_stride, SCALES, FACTORS, ADD, DONE and BIAS)  # fmt: skip
 
 
 class TilesConfig(NamedTuple):
     """Tokens of a tile; how many times 16 output features for each of its warps; its warps; steps in flight; parts of the input features.
 
-    A number of tokens that isn't a power of two is the sum of two: 160 = 128 + 32. With `shares`, tiles are dealt out in equal shares to so many
-    programs of each multiprocessor (`kernels/linear_shares.py`).
+    A number of tokens that isn't a power of two is the sum of two: 160 = 128 + 32.
     """
 
     tokens: int
@@ -313,7 +305,6 @@ class TilesConfig(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
-    shares: int = 0
 
     @property
     def features(self) -> int:
@@ -331,19 +322,15 @@ def tiles_config(tokens: int, weight_OI: Stored, device: torch.device) -> TilesC
     elif tokens <= 64:
         tiles, each = (TilesConfig(64, 2, 4, 3), 3) if wide else (TilesConfig(64, 1, 4, 4), 2)
     elif tokens <= 96:
-        tiles = TilesConfig(96, 2, 4, 3, shares=2) if wide else TilesConfig(96, 1, 4, 3)
+        tiles = TilesConfig(96, 2, 4, 3) if wide else TilesConfig(96, 1, 4, 3)
     elif tokens <= 128:
         tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 1, 4, 3)
     elif tokens <= 160:
-        tiles, each = TilesConfig(160, 1, 8, 4, shares=int(wide)), 1
-    elif tokens <= 192:
-        tiles, each = TilesConfig(192, 1, 8, 3, shares=int(wide)), 1
+        tiles, each = TilesConfig(160, 1, 8, 4), 1
     elif tokens <= FITTED_TOKENS:
-        tiles = TilesConfig(128, 1, 4, 3, shares=2) if features > 4096 else TilesConfig(128, 2, 4, 3)
+        tiles, each = TilesConfig(192, 1, 8, 3), 1
     else:
         tiles = TilesConfig(128, 1, 8, 3) if wide else TilesConfig(128, 2, 4, 3)
-    if tiles.shares:
-        return tiles
     programs = blocks(tokens, tiles.tokens) * blocks(features, tiles.features)
     return tiles._replace(parts=max(1, min(each * multiprocessors(device) // programs, inputs // PART_INPUTS)))
 
