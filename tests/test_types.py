@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import msgspec
+import numpy
 import pytest
 
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
-from pagerunner.types import RequestUpdate, SamplingParams, TokenLogprobs, show
+from pagerunner.types import RequestUpdate, SamplingParams, StructuredOutputsParams, TokenLogprobs, show
 
 NAN = float("nan")
 HUGE = 10**5000
+ARRAY = numpy.array([1, 2])
 
 BAD = [
     ({"n": 0}, "n"),
@@ -62,6 +64,7 @@ BAD = [
     ({"logit_bias": {"1": 1, 1: 2}}, "logit_bias"),
     ({"ignore_eos": "yes"}, "ignore_eos"),
     ({"output_kind": "stream"}, "output_kind"),
+    *(({name: ARRAY}, name) for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "output_kind")),
 ]
 
 
@@ -72,6 +75,12 @@ def test_bad_values_are_refused_by_name(kwargs: dict, param: str) -> None:
     assert error.value.param == param
     assert str(error.value).startswith(param)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar", "json_object", "structural_tag"])
+def test_an_array_says_not_what_a_text_must_be(kind: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^structured_outputs has (no|a) .*{kind}|schema as {kind}"):
+        StructuredOutputsParams(**{kind: ARRAY})
 
 
 def test_one_string_and_none_are_lists() -> None:

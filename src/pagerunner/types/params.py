@@ -22,6 +22,7 @@ from pagerunner.types.checks import (
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 _KINDS = get_args(OutputKind)
+_NONE: tuple[()] = ()  # asked for with `is`: an array that is compared is no truth value
 
 
 class StructuredOutputsParams(
@@ -55,7 +56,7 @@ class StructuredOutputsParams(
     def __post_init__(self) -> None:
         name = "structured_outputs"
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        given = [kind for kind in kinds if not any(getattr(self, kind) is unset for unset in (None, False))]
         require(
             len(given) == 1,
             name,
@@ -64,9 +65,9 @@ class StructuredOutputsParams(
         for kind in ("regex", "grammar", "whitespace_pattern", "after", "begins"):
             value = getattr(self, kind)
             require(value is None or isinstance(value, str), name, f"has a {kind} that is no string: {show(value)}.")
-        for kind in ("json_object", "disable_any_whitespace"):
-            value = getattr(self, kind)
-            require(value in (None, True, False), name, f"has a {kind} that is neither true nor false: {show(value)}.")
+        for key in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, key)
+            require(isinstance(value, bool | None), name, f"has a {key} that is neither true nor false: {show(value)}.")
         require(
             self.json is None or isinstance(self.json, (str, dict)), name, f"has no schema as json: {show(self.json)}."
         )
@@ -153,7 +154,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 refuse(name, f"must be true or false, got {show(value)}.")
-        if self.output_kind not in _KINDS:
+        if not isinstance(self.output_kind, str) or self.output_kind not in _KINDS:
             refuse("output_kind", f"must be one of {', '.join(_KINDS)}, got {show(self.output_kind)}.")
         wanted = self.structured_outputs
         if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
@@ -193,14 +194,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     def _normalise(self) -> None:
         put = msgspec.structs.force_setattr
-        if self.stop != ():
+        if self.stop is not _NONE:
             put(self, "stop", as_strings("stop", self.stop, "MAX_STOP_STRINGS"))
             length = sum(map(len, self.stop or ()))
             at_most(length, "MAX_STOP_CHARS", "stop", f"has {length} characters in all")
-        if self.bad_words != ():
+        if self.bad_words is not _NONE:
             put(self, "bad_words", as_strings("bad_words", self.bad_words, "MAX_BAD_WORDS"))
-        if self.stop_token_ids != ():
-            put(self, "stop_token_ids", as_token_ids("stop_token_ids", self.stop_token_ids or (), "MAX_STOP_TOKEN_IDS"))
+        if self.stop_token_ids is not _NONE:
+            ids = () if self.stop_token_ids is None else self.stop_token_ids
+            put(self, "stop_token_ids", as_token_ids("stop_token_ids", ids, "MAX_STOP_TOKEN_IDS"))
         put(self, "top_k", max(self.top_k, 0))
         if self.seed == -1:
             put(self, "seed", None)
