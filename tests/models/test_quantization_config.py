@@ -179,6 +179,7 @@ def test_an_unknown_field_is_an_error_that_names_it(case: str) -> None:
         ("fp8 tensor", {"activation_scheme": "odd"}, "activation_scheme is 'odd'"),
         ("Qwen3-FP8", {"fmt": "e5m2"}, "fmt is 'e5m2'"),
         ("Qwen3-FP8", {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+        ("Qwen3-FP8", {"weight_block_size": [2**63, 128]}, "weight_block_size must be two whole numbers"),
         ("Qwen3-FP8", {"activation_scheme": "static"}, "beside a weight_block_size"),
         ("Qwen3-FP8", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list"),
         (

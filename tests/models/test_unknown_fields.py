@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoints import make_checkpoint, make_config
+from helpers.published import all_published
 from pagerunner import LLM
 from pagerunner.errors import CheckpointError, ConfigError
 from pagerunner.models.checkpoint.kv_scales import place_of
@@ -98,16 +99,18 @@ def test_an_engine_takes_overrides(tmp_path: Path) -> None:
     ("field", "value", "said"),
     [
         ("vocab_size", 10**30, r"vocab_size must be at most 2147483647, got 10{30}"),
+        ("q_lora_rank", 2**63, "q_lora_rank must be at most 2147483647"),
         ("head_dim", 2**40, "head_dim must be at most 2147483647"),
+        ("rope_theta", 10**400, "rope_theta must be a finite number, got 10{79}\\."),
         ("num_hidden_layers", 10**7, "num_hidden_layers must be at most 10000, got 10000000"),
     ],
 )
-def test_sizes_that_no_model_has_are_named(tmp_path: Path, field: str, value: int, said: str) -> None:
-    path = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, field: value}))
+def test_sizes_that_no_model_has_are_named(tmp_path: Path, field: str, value: Any, said: str) -> None:
+    family = "deepseek-ai/DeepSeek-V3" if field == "q_lora_rank" else "Qwen/Qwen3-8B"
+    config = json.loads(all_published()[family].file.read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ConfigError, match=said):
-        read_model_config(path)
+        read_model_config(tmp_path)
 
 
 def test_numbers_and_names_of_thousands_of_characters_are_told(tmp_path: Path) -> None:

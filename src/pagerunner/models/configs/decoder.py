@@ -163,7 +163,6 @@ def read_rope(
     elif scaling is not None and scaling != given:
         raise fields.error("rope_scaling", f"is {scaling!r}, beside a different rope_parameters {given!r}.")
     theta = fields.number("rope_theta", 10000.0, above=0)
-    original = fields.take("original_max_position_embeddings")
     rope = fields.inside(name, given or {})
     theta = rope.number("rope_theta", theta, above=0)
     partial = rope.number("partial_rotary_factor", partial)
@@ -175,12 +174,9 @@ def read_rope(
     kind = rope.choice("rope_type", ("default", "linear", "llama3", "yarn"), old_kind or "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise rope.error("type", f"is {kind!r}, which is not supported; it must be default, linear, llama3 or yarn.")
-    if original is not None:
-        rope.take("original_max_position_embeddings")
-    else:
-        original = rope.take("original_max_position_embeddings", length)
-    if not isinstance(original, int) or original < 1:
-        raise rope.error("original_max_position_embeddings", f"must be a whole number of at least 1, got {original!r}.")
+    where = fields if fields.holds("original_max_position_embeddings") else rope
+    original = where.integer("original_max_position_embeddings", length)
+    rope.skip("original_max_position_embeddings")
     values: dict[str, Any] = {}
     if kind == "default":
         if rope.number("factor", 1.0) != 1.0:

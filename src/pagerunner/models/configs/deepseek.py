@@ -196,9 +196,7 @@ def _read(
         raise fields.error("moe_layer_freq", f"is {frequency}; only 1 is supported.")
     fields.choice("hidden_act", ("silu", "swish"), "silu")
     expert_size = fields.integer("moe_intermediate_size")
-    rank = fields.take("q_lora_rank")
-    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-        raise fields.error("q_lora_rank", f"must be null or a whole number of at least 1, got {rank!r}.")
+    rank = fields.integer("q_lora_rank") if fields.holds("q_lora_rank") else None
     if sparse and rank is None:
         raise fields.error("q_lora_rank", "is null; the indexer's queries come from compressed ones.")
     fields.skip(*_TRAINING_FIELDS)

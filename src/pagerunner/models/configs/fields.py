@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pagerunner.errors import ConfigError
+from pagerunner.types.checks import is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class Fields:
         value = self._values.pop(name, None)
         if value is None:
             return self._usual(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(name, f"must be a finite number, got {value!r}.")
+        if not is_finite(value):
+            raise self.error(name, f"must be a finite number, got {value!r:.80}.")
         if value <= above:
             raise self.error(name, f"must be greater than {above:g}, got {value}.")
         return float(value)

@@ -79,6 +79,6 @@ def block_in(fields: Fields, name: str) -> tuple[int, int] | None:
         return None
     if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
         value = [int(size) for size in value.split("x")]
-    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+    if not isinstance(value, list) or len(value) != 2 or not all(type(x) is int and 0 < x < 2**31 for x in value):
         raise fields.error(name, f"must be two whole numbers, rows and columns, got {value!r:.80}.")
     return value[0], value[1]
