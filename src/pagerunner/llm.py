@@ -112,6 +112,8 @@ class LLM:
 
     def __init__(self, model: str, tokenizer: str | None = None, *, use_tqdm: bool = True, **kwargs: Any) -> None:
         kwargs = screen_arguments(kwargs, EngineArgs.__struct_fields__)
+        if isinstance(model, EngineArgs):
+            raise ConfigError("LLM takes the fields of EngineArgs by name: LLM(model, max_model_len=4096).")
         args = engine_args(model=find_model(str(model))[0], tokenizer=tokenizer, **kwargs)
         if args.engines > 1:
             raise ConfigError(
@@ -203,9 +205,8 @@ class LLM:
         items = _each(prompts)
         if len(items) > limits.MAX_PROMPTS_PER_CALL * 1_000:
             raise InvalidRequestError(f"{len(items)} prompts in one call are too many.", param="prompts")
-        params = self._one_each(
-            "sampling_params", sampling_params or self._frontend.default_sampling_params, len(items)
-        )
+        wanted = sampling_params or self._frontend.default_sampling_params
+        params = self._one_each("sampling_params", wanted, len(items))
         priorities = self._one_each("priority", priority if priority is not None else 0, len(items))
         adapters = self._load_adapters(self._one_each("lora_request", lora_request, len(items)))
         with seldom_collected():
@@ -217,9 +218,7 @@ class LLM:
         if any(requests):
             with self._whole():
                 self._core.poll_adapters()  # a load whose wait was interrupted may have ended
-        for one in requests:
-            if one is None:
-                continue
+        for one in (one for one in requests if one is not None):
             if not isinstance(one, LoRARequest):
                 raise InvalidRequestError(f"lora_request must be a LoRARequest, got {show(one)}.", param="lora_request")
             if (first := wanted.get(one.lora_name)) is not None:

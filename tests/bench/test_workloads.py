@@ -150,6 +150,17 @@ def test_a_run_that_stopped_early_gives_no_rate():
         throughput(Instant(short=1), lambda salt: workload("W1", 4096), label="x", repetitions=1, warmups=0)
 
 
+def test_a_request_that_failed_says_why_there_is_no_rate():
+    class Failing(Instant):
+        def generate(self, *asked, **given):
+            outputs = super().generate(*asked, **given)
+            outputs[-1].error = "Logits overflowed."
+            return outputs
+
+    with pytest.raises(PagerunnerError, match=r"has 127 of 128 tokens \(Logits overflowed\.\); no rate"):
+        throughput(Failing(short=1), lambda salt: workload("W1", 4096), label="x", repetitions=1, warmups=0)
+
+
 def test_latency_reports_percentiles_in_order():
     report = latency(Instant(), lambda salt: [BenchRequest([1, 2], 3)] * 2, label="x", repetitions=5, warmups=1)
     values = list(report.percentiles.values())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import make_checkpoint
-from pagerunner import LLM, SamplingParams
+from pagerunner import LLM, EngineArgs, SamplingParams
 from pagerunner.engine.frontend import input_processor
 from pagerunner.errors import (
     CapacityError,
@@ -396,6 +396,8 @@ def test_a_missing_tokenizer_is_told_before_weights_are_read(tmp_path: Path) -> 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     with pytest.raises(PagerunnerError, match="nowhere"):
         LLM(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"takes the fields of EngineArgs by name"):
+        LLM(EngineArgs(model=str(tmp_path)))  # type: ignore[arg-type]
 
 
 def test_the_checkpoints_generation_config_gives_the_defaults(tmp_path: Path) -> None:

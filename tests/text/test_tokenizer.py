@@ -85,6 +85,16 @@ def test_named_tokens_are_special_even_where_the_file_does_not_mark_them(tmp_pat
     assert ours.eos_token_id == 3 and 3 in ours.special_ids and ours.encode("<|im_end|>") == [3]
 
 
+def test_an_end_token_that_the_tokenizer_lacks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tokenizer(tmp_path, 300, add_bos=False)
+    edit(tmp_path, eos_token="<nowhere>", pad_token="<pad>")  # a pad token pads nothing here
+    assert Tokenizer.from_path(tmp_path).eos_token_id is None
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        f"{tmp_path / 'tokenizer.json'} has no '<nowhere>', which the files beside it call eos_token"
+    )
+
+
 def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
     ours = Tokenizer.from_path(make_checkpoint(tmp_path, "qwen3"))
     assert ours.id_to_token(10**6) is None and ours.id_to_token(-1) is None

@@ -213,7 +213,7 @@ def _timed(llm: LLM, requests: Sequence[BenchRequest], draws: Draws) -> tuple[fl
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - started
     for request, output in zip(requests, outputs, strict=True):
-        got = len(output.outputs[0].token_ids)
+        got, why = len(output.outputs[0].token_ids), f" ({output.error})" if output.error else ""
         if got != request.output_len:
-            raise PagerunnerError(f"a request stopped after {got} of {request.output_len} tokens; no rate is reported.")
+            raise PagerunnerError(f"a request has {got} of {request.output_len} tokens{why}; no rate is reported.")
     return elapsed, outputs

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
+from logging import WARNING
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagerunner.errors import CheckpointError, InvalidRequestError
+from pagerunner.models.configs.fields import log_once
 from pagerunner.models.configs.json_files import read_json
 from pagerunner.text.chat_template import ChatTemplate
 from pagerunner.text.token_bound import bytes_per_token, least_tokens, swallows_whitespace
@@ -69,6 +71,8 @@ class Tokenizer:
         special = _special_tokens(_token_lists(more, _optional_json(more)), lists)
         _add_tokens(backend, lists.get("added_tokens_decoder") or {}, special)
         template = ChatTemplate.from_option(chat_template) if chat_template else ChatTemplate.find(directory, config)
+        if (end := special.get("eos_token")) is not None and backend.token_to_id(end) is None:
+            log_once(f"{file} has no {end!r:.80}, which the files beside it call eos_token: it ends nothing.", WARNING)
         return cls(backend, {name: special[name] for name in _NAMED_TOKENS if name in special}, template)
 
     @functools.cached_property
