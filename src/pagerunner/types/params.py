@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -113,16 +114,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] | str | None = ()
-    stop_token_ids: tuple[int, ...] | None = ()
+    stop: Sequence[str] | str | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    bad_words: tuple[str, ...] | str | None = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: Sequence[str] | str | None = ()
+    allowed_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

@@ -265,7 +265,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
@@ -274,14 +274,14 @@ class AsyncEngine:
         kv_transfer: KVTransferParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt; yields outputs of `params.output_kind` until one is `finished`.
+        """Complete one prompt; yields outputs of `sampling_params.output_kind` until one is `finished`.
 
         Leaving the iterator early (`aclose`, cancellation) aborts the request and frees its pages. A slow reader
         gets several steps' outputs as one.
 
         Args:
             prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            params: how to sample.
+            sampling_params: how to sample.
             request_id: unique among unfinished requests.
             priority: lower runs first under scheduling_policy="priority".
             cache_salt: only requests with the same salt share cached pages.
@@ -296,9 +296,8 @@ class AsyncEngine:
             RequestFailedError: it failed inside the engine.
             EngineSleepingError, EngineDeadError: nothing can run now, or ever, or the engine hangs. While the engine is only paused, requests wait.
         """
-        stream = await self.add_request(
-            request_id, prompt, params, priority, cache_salt, pooling, data_parallel_rank, kv_transfer, lora_request
-        )
+        asked, where = (sampling_params, priority, cache_salt, pooling), (data_parallel_rank, kv_transfer, lora_request)
+        stream = await self.add_request(request_id, prompt, *asked, *where)
         try:
             while True:
                 self._home.check()
