@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from types import SimpleNamespace
 from typing import Any
 
 from helpers.patience import LONG
@@ -34,3 +37,13 @@ class Room(list[Any]):
     """What lies in shared memory, by its first index."""
 
     index = list.__getitem__
+
+
+def waits(copies: Executor, bring: Callable[..., None]) -> dict[str, Any]:
+    """What a kernel's module knows of barriers and of the copy engine, whose copies `bring` is and `copies` begins."""
+    barriers = SimpleNamespace(
+        wait=lambda barrier, parity: barrier.wait(int(parity)), arrive=lambda barrier: barrier.came(1, 0),
+        expect=lambda barrier, size: barrier.came(1, size),
+    )  # fmt: skip
+    copy = SimpleNamespace(async_copy_global_to_shared=lambda *given: copies.submit(bring, *given))
+    return {"mbarrier": barriers, "tma": copy, "wait_turn": lambda PDL: None}

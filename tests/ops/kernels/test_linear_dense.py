@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.as_python import as_python
-from helpers.barriers import Barrier, Room
+from helpers.barriers import Barrier, Room, waits
 from helpers.borders import set_borders
 from pagerunner.ops.activation import silu_and_mul
 from pagerunner.ops.kernels import linear as kernels
@@ -134,15 +134,10 @@ class Program:
 
     def known(self) -> dict[str, Any]:
         """What the kernel's module knows, as Python."""
-        barriers = SimpleNamespace(
-            wait=lambda barrier, parity: barrier.wait(parity), arrive=lambda barrier: barrier.came(1, 0),
-            expect=lambda barrier, size: barrier.came(1, size),
-        )  # fmt: skip
-        copy = SimpleNamespace(async_copy_global_to_shared=lambda *given: self.copies.submit(self.bring, *given))
         return {
-            "gl": self.language, "mbarrier": barriers, "tma": copy, "wait_turn": lambda PDL: None, "warpgroup_mma": self.multiply,
+            "gl": self.language, "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.ended, "_store_sums": self.store, "_store_gated": self.store_gated,
-        }  # fmt: skip
+        } | waits(self.copies, self.bring)  # fmt: skip
 
     def bring(self, source: torch.Tensor, at: list[int], barrier: Barrier, target: torch.Tensor) -> None:
         time.sleep(random.random() * 1e-3)
@@ -180,7 +175,7 @@ class Program:
 
         config, rooms = self.config, (self.w_smem, self.x_smem, self.w_full, self.x_full, self.done)
         known = self.known()
-        for name in ("_copy_weights", "_copy_inputs", "_next"):
+        for name in ("_copy_weights", "_copy_inputs", "next_step"):
             known[name] = as_python(getattr(kernel, name), **known)
         copy, compute = as_python(kernel._copy, **known), as_python(kernel._compute, **known)
         sizes = config.tokens, config.groups, config.w_stages, config.x_stages

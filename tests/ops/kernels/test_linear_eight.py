@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.as_python import Pointer, as_python
-from helpers.barriers import Barrier, Room
+from helpers.barriers import Barrier, Room, waits
 from helpers.gluon_programs import room
 from helpers.stored_cases import dequantized, stored
 from pagerunner.ops import numerics
@@ -161,15 +161,10 @@ class Program:
             arange=lambda first, last, layout: torch.arange(first, last), thread_barrier=lambda: None,
             load=lambda at: at.load(torch.tensor(True), 0.0), store=lambda at, values, mask: at.store(values, mask),
         )  # fmt: skip
-        barriers = SimpleNamespace(
-            wait=lambda barrier, parity: barrier.wait(int(parity)), arrive=lambda barrier: barrier.came(1, 0),
-            expect=lambda barrier, size: barrier.came(1, size),
-        )  # fmt: skip
-        copy = SimpleNamespace(async_copy_global_to_shared=lambda *given: self.copies.submit(self.bring, *given))
         return {
-            "gl": language, "mbarrier": barriers, "tma": copy, "wait_turn": lambda PDL: None, "warpgroup_mma": multiply,
+            "gl": language, "warpgroup_mma": multiply,
             "warpgroup_mma_wait": ended, "LINE": None, "store_outputs": self.store,
-        }  # fmt: skip
+        } | waits(self.copies, self.bring)  # fmt: skip
 
     def bring(self, source: torch.Tensor, at: list[Any], barrier: Barrier, target: torch.Tensor) -> None:
         time.sleep(random.random() * 1e-3)
@@ -186,7 +181,7 @@ class Program:
         from pagerunner.ops.kernels import linear_eight_gluon as kernel
 
         config, known = self.config, self.known()
-        for name in ("_copy_weights", "_copy_inputs", "_next", "_zeros", "_block", "_product", "_add_one", "_add_scaled", "_ended", "_add", "_store"):  # fmt: skip
+        for name in ("_copy_weights", "_copy_inputs", "next_step", "_zeros", "_block", "_product", "_add_one", "_add_scaled", "_ended", "_add", "_store"):  # fmt: skip
             known[name] = as_python(getattr(kernel, name), **known)
         (tokens, inputs), outputs = self.x.codes.shape, self.weight.shape[0]
         part = blocks(blocks(inputs, GROUP), config.parts)

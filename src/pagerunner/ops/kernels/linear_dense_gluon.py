@@ -54,10 +54,25 @@ def _copy_inputs(x_desc, x_smem, x_full, slot, column, BT: gl.constexpr):
 
 
 @gluon.jit
-def _next(row, column, S, ROWS: gl.constexpr):
-    """Where the next step begins, with tiles of so many rows."""
-    column += 64
-    if column == S * 64:
+def stages(C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr):
+    """The barriers of all stages: weights are there, inputs are there, and all C groups have multiplied a step."""
+    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(W_STAGES):  # one loop, as all threads meet between barriers of the same array
+        mbarrier.init(w_full.index(i), count=1)
+        if i < X_STAGES:
+            mbarrier.init(x_full.index(i), count=1)
+            mbarrier.init(done.index(i), count=C)
+    fence_async_shared()
+    return w_full, x_full, done
+
+
+@gluon.jit
+def next_step(row, column, S, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Where the next step of so many columns begins, with tiles of so many rows."""
+    column += COLUMNS
+    if column == S * COLUMNS:
         row += ROWS
         column = 0
     return row, column
@@ -75,21 +90,21 @@ def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S,
     x_row, x_column = row, column
     for step in range(gl.minimum(count, W_STAGES)):
         _copy_weights(w_desc, w_smem, w_full, step, row, column, ups, C, GATED, HIGH)
-        row, column = _next(row, column, S, ROWS)
+        row, column = next_step(row, column, S, ROWS, 64)
     wait_turn(PDL)
     if LATE:
         start_next(PDL)
     for step in range(gl.minimum(count, X_STAGES)):
         _copy_inputs(x_desc, x_smem, x_full, step, x_column, BT)
-        x_row, x_column = _next(x_row, x_column, S, ROWS)
+        x_row, x_column = next_step(x_row, x_column, S, ROWS, 64)
     slot, x_slot, parity = 0, 0, 0
     for step in range(X_STAGES, count):
         mbarrier.wait(done.index(x_slot), parity)
         _copy_inputs(x_desc, x_smem, x_full, x_slot, x_column, BT)
         if step - X_STAGES + W_STAGES < count:
             _copy_weights(w_desc, w_smem, w_full, slot, row, column, ups, C, GATED, HIGH)
-        row, column = _next(row, column, S, ROWS)
-        x_row, x_column = _next(x_row, x_column, S, ROWS)
+        row, column = next_step(row, column, S, ROWS, 64)
+        x_row, x_column = next_step(x_row, x_column, S, ROWS, 64)
         slot += 1
         if slot == W_STAGES:
             slot = 0
@@ -100,7 +115,7 @@ def _copy(w_desc, x_desc, w_smem, x_smem, w_full, x_full, done, first, count, S,
 
 
 @gluon.jit
-def _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD: gl.constexpr, BIAS: gl.constexpr):
+def store_outputs(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     """Store outputs [64, tokens], or add them to what is there."""
     features = feature + gl.arange(0, 64, gl.SliceLayout(1, STORED))
     tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, STORED))
@@ -177,7 +192,7 @@ def _compute(c, w_smem, x_smem, w_full, x_full, done, bias_ptr, y_ptr, first, co
         if GATED:
             _store_gated(acc, y_ptr, feature, num_tokens, y_stride)
         elif DONE:
-            _store(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD, BIAS)
+            store_outputs(acc, bias_ptr, y_ptr, feature, num_tokens, num_features, y_stride, ADD, BIAS)
         else:
             part = gl.program_id(0) - tile * S // steps
             at = part.to(gl.int64) * y_stride * BT + feature * (1 if BY_TOKEN > 0 else BT)
@@ -202,15 +217,7 @@ def dense_kernel(w_desc, x_desc, bias_ptr, y_ptr, num_tokens, num_features, y_st
     dtype: gl.constexpr = w_desc.dtype
     w_smem = gl.allocate_shared_memory(dtype, [W_STAGES * C, HIGH, 64], w_desc.layout)
     x_smem = gl.allocate_shared_memory(dtype, [X_STAGES, BT, 64], x_desc.layout)
-    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(W_STAGES):  # one loop, as all threads meet between barriers of the same array
-        mbarrier.init(w_full.index(i), count=1)
-        if i < X_STAGES:
-            mbarrier.init(x_full.index(i), count=1)
-            mbarrier.init(done.index(i), count=C)
-    fence_async_shared()
+    w_full, x_full, done = stages(C, W_STAGES, X_STAGES)
     first = gl.program_id(0) * steps
     count = gl.minimum(steps, total - first)
     # not constants, so that a group's code is translated once

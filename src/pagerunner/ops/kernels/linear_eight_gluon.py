@@ -10,7 +10,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
-from pagerunner.ops.kernels.linear_dense_gluon import _store as store_outputs
+from pagerunner.ops.kernels.linear_dense_gluon import next_step, stages, store_outputs
 
 OPERANDS = gl.NVMMASharedLayout(128, 8, 2)
 """How weights and inputs lie in shared memory."""
@@ -47,16 +46,6 @@ def _copy_inputs(x_desc, more_desc, x_smem, more_smem, x_full, slot, column, N: 
 
 
 @gluon.jit
-def _next(row, column, S, C: gl.constexpr):
-    """Where the next step begins."""
-    column += 128
-    if column == S * 128:
-        row += C * 64
-        column = 0
-    return row, column
-
-
-@gluon.jit
 def _copy(w_desc, x_desc, more_desc, w_smem, x_smem, more_smem, w_full, x_full, done, first, count, S, N: gl.constexpr, BT: gl.constexpr,
           MORE: gl.constexpr, C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """The warp that copies. `done` says that a step has been multiplied: its weights' and its inputs' room is free."""
@@ -64,19 +53,19 @@ def _copy(w_desc, x_desc, more_desc, w_smem, x_smem, more_smem, w_full, x_full, 
     x_row, x_column = row, column
     for step in range(gl.minimum(count, W_STAGES)):
         _copy_weights(w_desc, w_smem, w_full, step, row, column, C)
-        row, column = _next(row, column, S, C)
+        row, column = next_step(row, column, S, C * 64, 128)
     wait_turn(PDL)
     for step in range(gl.minimum(count, X_STAGES)):
         _copy_inputs(x_desc, more_desc, x_smem, more_smem, x_full, step, x_column, N, BT, MORE)
-        x_row, x_column = _next(x_row, x_column, S, C)
+        x_row, x_column = next_step(x_row, x_column, S, C * 64, 128)
     slot, x_slot, parity = 0, 0, 0
     for step in range(X_STAGES, count):
         mbarrier.wait(done.index(x_slot), parity)
         _copy_inputs(x_desc, more_desc, x_smem, more_smem, x_full, x_slot, x_column, N, BT, MORE)
         if step - X_STAGES + W_STAGES < count:
             _copy_weights(w_desc, w_smem, w_full, slot, row, column, C)
-        row, column = _next(row, column, S, C)
-        x_row, x_column = _next(x_row, x_column, S, C)
+        row, column = next_step(row, column, S, C * 64, 128)
+        x_row, x_column = next_step(x_row, x_column, S, C * 64, 128)
         slot += 1
         if slot == W_STAGES:
             slot = 0
@@ -252,15 +241,7 @@ def eight_kernel(w_desc, x_desc, more_desc, x_scales_ptr, w_scales_ptr, bias_ptr
     x_smem = gl.allocate_shared_memory(dtype, [X_STAGES * N, BT, 128], x_desc.layout)
     more_smem = gl.allocate_shared_memory(dtype, [X_STAGES if MORE else 1, MORE if MORE else 8, 128], more_desc.layout)
     s_smem = gl.allocate_shared_memory(gl.float32, [2 * C, WIDE], PLAIN)
-    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(W_STAGES):  # one loop, as all threads meet between barriers of the same array
-        mbarrier.init(w_full.index(i), count=1)
-        if i < X_STAGES:
-            mbarrier.init(x_full.index(i), count=1)
-            mbarrier.init(done.index(i), count=C)
-    fence_async_shared()
+    w_full, x_full, done = stages(C, W_STAGES, X_STAGES)
     first = gl.program_id(0) * steps
     count = gl.minimum(steps, total - first)
     # not constants, so that a group's code is translated once
