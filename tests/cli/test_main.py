@@ -77,6 +77,10 @@ def test_verb_help(verb, capsys):
         (["bench", "latency", "--workload", "W1"], "--workload is for bench throughput"),
         (["bench", "sleep", "--num-iters", "2"], "--num-iters doesn't apply to bench sleep"),
         (["bench", "startup", "--workload", "W1"], "--workload doesn't apply to bench startup"),
+        (
+            ["bench", "latency", "--input-len", "999999999", "--quiet"],
+            "make 1,000,000,127 tokens, more than max_model_len, which is",
+        ),
         (["bench", "latency", "--ceilings", "4,700"], "--ceilings doesn't apply to bench latency"),
         (["bench", "throughput", "--shape", "none", "--ceilings", "4"], "--ceilings takes TB/s and TFLOP/s"),
         (["bench", "throughput", "--shape", "none", "--ceilings", "nan,700"], "--ceilings must be positive"),

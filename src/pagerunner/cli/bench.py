@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Report = ThroughputReport | LatencyReport | StartupReport | SleepReport
 _MEASURES = ("throughput", "latency", "startup", "sleep")
 _DEFAULTS = {"throughput": (3, 1), "latency": (10, 3), "startup": (1, 0)}
+_LENGTHS = (32, 128)  # of a prompt and of what is generated
 # Which measures a flag of requests is for.
 _REQUEST_FLAGS = {
     "workload": ("throughput",),
@@ -160,6 +161,14 @@ def _measured(
     draws = _draws(namespace)
     vocab_size = _vocab_size(args)
     llm = _open(namespace, args)
+    need, most = (
+        (namespace.input_len or _LENGTHS[0]) + (namespace.output_len or _LENGTHS[1]),
+        llm.memory_plan.max_model_len,
+    )
+    if namespace.workload is None and need > most:  # before they are drawn
+        raise ConfigError(
+            f"--input-len and --output-len make {need:,} tokens, more than max_model_len, which is {most:,}."
+        )
     if measure is throughput and args.num_ranks == 1:  # ranks are other processes
         from pagerunner.engine.startup.step_weights import touched_so_far
 
@@ -259,7 +268,7 @@ def _requests(namespace: argparse.Namespace) -> tuple[str, Callable[[int, int], 
             raise ConfigError(f"unknown workload {name!r}; there are {', '.join(WORKLOADS)}.")
         return name, lambda vocab_size, salt: workload(name, vocab_size, salt)
     count = lengths[count_flag] or (32 if namespace.what == "throughput" else 8)
-    input_len, output_len = namespace.input_len or 32, namespace.output_len or 128
+    input_len, output_len = namespace.input_len or _LENGTHS[0], namespace.output_len or _LENGTHS[1]
     label = f"{count} x {input_len} in, {output_len} out"
     return label, lambda vocab_size, salt: uniform_workload(count, input_len, output_len, vocab_size, salt)
 
