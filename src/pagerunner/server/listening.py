@@ -28,6 +28,7 @@ DRAIN_SECONDS = 30.0
 LAST_WORDS_SECONDS = 10.0
 _OPEN_FILES = 65_536
 _FEW_CONNECTIONS = 64
+_LATE_SECONDS = 0.05  # the loop has made a connection of whatever it had accepted
 _SHORT_URLS = ShortUrls()
 
 
@@ -155,7 +156,21 @@ class StopSignals:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would end streams that we drain."""
+    """uvicorn without its own signal handling, which would end streams that we drain.
+
+    What was accepted just before the end is told of it, too. Such a connection would be served until its client leaves.
+    """
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, and end each connection when its answer is given."""
+        late = asyncio.create_task(self._end_late_connections())
+        await super().shutdown(sockets)
+        await late
+
+    async def _end_late_connections(self) -> None:
+        await asyncio.sleep(_LATE_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
