@@ -34,7 +34,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("form", "outputs", "inputs"), CASES)
-@pytest.mark.parametrize("tokens", [3, 9, 17, 48, 96, 133, 160, 192, 250])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 48, 96, 133, 160, 192, 250])
 def test_products(form: str, outputs: int, inputs: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operation, with a bias, and added; outputs that nobody wrote would be NaN."""
     matrix = on_device(form, outputs, inputs)
@@ -103,6 +103,8 @@ def test_weights_are_exact(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One input feature at a time: each output is a weight, which is rounded once."""
     monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
     matrix = on_device(form, 256, 256)
+    if form == "int8 group 128":  # a scale that was a number of 16 bits
+        matrix = matrix._replace(scales=matrix.scales.half().float())
     eye = torch.eye(256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(linear(eye, matrix), dense(matrix, torch.bfloat16).T)
 

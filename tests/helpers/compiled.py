@@ -105,8 +105,8 @@ def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
     codes, eight = NVMMASharedLayout(64, 8, 2), isinstance(matrix, Stored8)
     scales = {torch.float32: "fp32", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
     config = WideConfig(size, groups, 1)
-    most, average = config.registers(eight)
-    zeros, factors = not eight and matrix.zeros is not None, not eight and matrix.rows is not None
+    most, average = config.registers
+    zeros, factors = not eight and matrix.zeros is not None, "row" in form if eight else matrix.rows is not None
     types = {
         "x_desc": f"tensordesc<{name}[{tokens},64],{ROWS!r}>",
         "more_desc": f"tensordesc<{name}[{more or 8},64],{ROWS!r}>",
@@ -118,7 +118,7 @@ def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
         "y_ptr": "*" + name if done else "*fp32",
     }
     constants = {
-        "G": 128 if eight else matrix.group,
+        "G": (0 if factors else 128) if eight else matrix.group,
         "BO": matrix.block[0] if eight else 1,
         "BT": tokens,
         "MORE": more,

@@ -85,7 +85,7 @@ def wide_cases() -> list[tuple[Any, ...]]:
     forms = [
         (name, form)
         for name in ("bf16", "fp16")
-        for form in ("int4 f16 128", "int4 f16 128 zeros", "int4 f16 32", "fp8 row", "int8 group 128")
+        for form in ("int4 f16 128", "int4 f16 128 zeros", "int4 f16 32", "fp8 row", "fp8 block", "int8 group 128")
     ]
     forms += [("bf16", "e2m1 e8m0 32"), ("bf16", "e2m1 e4m3 16 rows")]
     sizes = itertools.product((16, 32, 64, 96, 128, 160, 192), (2, 3))
@@ -93,7 +93,7 @@ def wide_cases() -> list[tuple[Any, ...]]:
         ("wide", *form, *size)
         for size in sizes
         for form in forms
-        if "8" not in form[1][:4] or size[1] == 2 or size[0] <= 96
+        if "8" not in form[1][:4] or size[1] == 2 or size[0] <= 160
     ]
     eight = itertools.product(("fp8e4nv", "i8"), (16, 64, 96, 160, 192), (1, 2, 3), (False, True), (False, True))
     return [*turns_of_two(wide, (2, 4)), *turns([("eight", *one) for one in eight if one[1] <= 160 or one[2] < 3], 1)]

@@ -86,6 +86,22 @@ def test_the_conversion_of_the_smallest_and_largest_scales():
             assert torch.equal(got, want) if power >= -63 else bool(((got - want).abs() <= 2.0**-70).all()), power
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float16)],
+)
+def test_int8_times_scales_of_16_bits_is_rounded_once(dtype, scales):
+    """A byte in the middle of a float32 is 32,768 and the byte. What one operation takes off is no longer than a float32."""
+    code = torch.arange(-128, 128, dtype=torch.int32)
+    placed = (0x47000000 | ((code & 0xFF) ^ 0x80) << 8).view(torch.float32)
+    assert torch.equal(placed, 32896.0 + code)
+    scale = (torch.rand(512, 1) * 0.1).to(scales).float()
+    taken = scale * -32896.0
+    assert torch.equal(taken.double(), scale.double() * -32896)
+    got = (placed.double() * scale.double() + taken.double()).float()
+    assert torch.equal(got.to(dtype), (code * scale).to(dtype))
+
+
 def test_which_matrices_are_read():
     half, single = torch.bfloat16, torch.float16
     assert reads(half, stored("int4 bf16 128", 48, 384)) and reads(half, stored("int4 bf16 128 zeros", 48, 384))

@@ -6,7 +6,7 @@ Hopper: four codes at a time, in the words of PTX. It makes a number's bits from
 * int4: nibble n beside the byte 0x43 is the bfloat16 128 + n. 136 is taken off. In float16, n in bits 6 to 9 beside 0x4C00 is 16 + n.
 * e2m1: the sign goes to bit 15, the other three bits to bits 6 to 8. That is 2 ** -126 of the number.
 * e4m3: the sign goes to bit 15, the other seven bits to bits 4 to 10. That is 2 ** -120 of the number. NaN (0x7F) becomes 480.
-* int8: seven bits beside 0x43 are 128 + n, and the sign beside 0x43 is 128 or 256, which is taken off.
+* int8: seven bits beside 0x43 are 128 + n, and the sign beside 0x43 is 128 or 256, which is taken off. In float16, 128 + n beside 0x64 is 1152 + n.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def form_of(stored: Stored) -> int:
     return int(form.value)
 
 
-def uses_words(dtype: torch.dtype) -> bool:
-    """Whether the conversions of PTX serve this dtype of numbers here."""
-    return dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1"
+def uses_words(dtype: torch.dtype, form: int = INT4.value) -> bool:
+    """Whether the conversions of PTX serve this dtype of numbers here. Of float16 they serve int8 alone, whose casts take four times as long as others."""
+    served = dtype == torch.bfloat16 or (dtype == torch.float16 and form == INT8.value)
+    return served and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @triton.jit
@@ -74,6 +75,9 @@ def numbers8(codes, dtype: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr
             and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, m; }""")  # fmt: skip
     elif FORM == E4M3:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif WORDS and dtype == tl.float16:
+        numbers = _four_halves(codes, """{ .reg .b32 a, p, c, m; mov.b32 c, 0x64646464; mov.b32 m, 0x64806480; xor.b32 a, $2, 0x80808080;
+            prmt.b32 p, a, c, 0x4140; sub.rn.f16x2 $0, p, m; prmt.b32 p, a, c, 0x4342; sub.rn.f16x2 $1, p, m; }""")  # fmt: skip
     elif WORDS:
         numbers = _four(codes, """{ .reg .b32 a, s, p, q, c; mov.b32 c, 0x43434343; and.b32 a, $2, 0x7F7F7F7F; and.b32 s, $2, 0x80808080;
             prmt.b32 p, a, c, 0x4140; prmt.b32 q, s, c, 0x4140; sub.rn.bf16x2 $0, p, q;

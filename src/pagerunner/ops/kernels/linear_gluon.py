@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pagerunner.ops.kernels.codes import E2M1, INT4, numbers8, scaled_e2m1
+from pagerunner.ops.kernels.codes import E2M1, INT4, INT8, numbers8, scaled_e2m1
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 
 CODES = gl.constexpr(
@@ -46,6 +46,12 @@ RUNS = gl.constexpr(
 """The same bytes as four runs of 16."""
 OF_RUNS = gl.constexpr(gl.SliceLayout(2, RUNS))
 """What each run has one of, in the threads that have its bytes."""
+_SCALED = """{ .reg .b32 a, c, p; .reg .f32 x, y; xor.b32 a, $2, 0x80808080; mov.b32 c, 0x47000000;
+    prmt.b32 p, a, c, 0x7404; fma.rn.f32 x, p, $3, $7; prmt.b32 p, a, c, 0x7414; fma.rn.f32 y, p, $3, $7; cvt.rn.DTYPE.f32 $0, y, x;
+    prmt.b32 p, a, c, 0x7424; fma.rn.f32 x, p, $3, $7; prmt.b32 p, a, c, 0x7434; fma.rn.f32 y, p, $3, $7; cvt.rn.DTYPE.f32 $1, y, x; }"""
+TO_FLOAT16 = gl.constexpr(_SCALED.replace("DTYPE", "f16x2"))
+TO_BFLOAT16 = gl.constexpr(_SCALED.replace("DTYPE", "bf16x2"))
+"""Four int8 times their scales."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 BATCH = gl.constexpr(16)
 """A group reads the scales of so many steps at a time."""
@@ -101,6 +107,13 @@ def _raw_scales(s_ptr, rows, step, num_runs, G: gl.constexpr):
         s_ptr = s_ptr.to(gl.pointer_type(gl.uint16), bitcast=True)
     EACH: gl.constexpr = 2 if G == 64 else 1
     return gl.load(s_ptr + rows[:, None] * (num_runs // EACH) + (run // EACH)[None, :])
+
+
+@gluon.jit
+def _row_scales(s_ptr, rows, step, num_groups, G: gl.constexpr, BO: gl.constexpr):
+    """The scales of a step's codes of 8 bits, for 64 rows."""
+    group = gl.minimum(step * 128 // G, num_groups - 1)
+    return gl.load(s_ptr + rows // BO * num_groups + group)
 
 
 @gluon.jit
@@ -201,24 +214,51 @@ def _ended(acc, more, MORE: gl.constexpr, LEFT: gl.constexpr):
 
 @gluon.jit
 def _scales(raw, s_smem, z_smem, place, HIGH: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
-    """Scales and what is taken off, of a step's bytes."""
-    if G < 128:
+    """Scales and what is taken off, of a step's bytes; nothing where scales multiply whole rows' sums (G is 0)."""
+    if FORM < INT4:
+        scale = raw
+    elif G < 128:
         scale = _lifted(raw, HIGH, FORM, dtype)
     else:
         scale = s_smem.index(place).load(ROWS)
     taken = scale
-    if FORM != E2M1:
+    if FORM == INT4:
         taken = _taken(scale, z_smem, place, HALF, ZEROS)
-    return _of_bytes(scale), _of_bytes(taken)
+    if G > 0:
+        scale, taken = _of_bytes(scale), _of_bytes(taken)
+    return scale, taken
 
 
 @gluon.jit
-def _converted(codes, scale, taken, HIGH: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr, operand: gl.constexpr):  # fmt: skip
+def _scaled8(codes, scale, FORM: gl.constexpr, dtype: gl.constexpr):
+    """Numbers of 8 bits times float32 scales, rounded once.
+
+    For int8 n, 128 + n in the middle of a float32 is 32896 + n. What is taken off is exact for scales of up to 15 bits, so for those that were 16-bit numbers.
+    """
+    if FORM == INT8 and dtype == gl.float16:
+        numbers = gl.inline_asm_elementwise(
+            TO_FLOAT16, "=&r,=r,r,f,f,f,f,f,f,f,f", [codes, scale, scale * -32896.0], dtype=gl.float16, is_pure=True, pack=4
+        )  # fmt: skip
+    elif FORM == INT8:
+        numbers = gl.inline_asm_elementwise(
+            TO_BFLOAT16, "=&r,=r,r,f,f,f,f,f,f,f,f", [codes, scale, scale * -32896.0], dtype=gl.bfloat16, is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        numbers = (codes.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale).to(dtype)
+    return numbers
+
+
+@gluon.jit
+def _converted(codes, scale, taken, HIGH: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr, operand: gl.constexpr, dtype: gl.constexpr):  # fmt: skip
     """The first operand of half a step."""
     if FORM == E2M1:
         numbers = scaled_e2m1(codes, scale, HIGH, gl.bfloat16, True)
+    elif FORM == INT4:
+        numbers = _numbers(codes, scale, taken, HIGH, dtype == gl.float16, ZEROS)
+    elif G > 0:
+        numbers = _scaled8(codes, scale, FORM, dtype)
     else:
-        numbers = _numbers(codes, scale, taken, HIGH, HALF, ZEROS)
+        numbers = numbers8(codes, dtype, FORM, FORM == INT8 or dtype == gl.bfloat16)
     return _operand(numbers, operand)
 
 
@@ -233,40 +273,23 @@ def _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, emp
         i = first + u
         slot, place = i % STAGES, i * C + c
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        codes = w_smem.index(slot * C + c).load(CODES)
+        own = (slot * C + c) * (2 if FORM < INT4 else 1)
+        codes = w_smem.index(own).load(CODES)
         scale, taken = _scales(raws[u], s_smem, z_smem, place, False, G, FORM, dtype, HALF, ZEROS)
-        low = _converted(codes, scale, taken, False, FORM, HALF, ZEROS, operand)
+        low = _converted(codes, scale, taken, False, G, FORM, ZEROS, operand, dtype)
         acc, more = _multiply(low, acc, more, x_smem, more_smem, slot * 2, more_operand, MORE)
         if u > 0:
             acc, more = _ended(acc, more, MORE, LAST)
             mbarrier.arrive(empty.index((i - 1) % STAGES))
+        if FORM < INT4:
+            codes = w_smem.index(own + 1).load(CODES)
         if G == 16:
             scale, taken = _scales(raws[u], s_smem, z_smem, place, True, G, FORM, dtype, HALF, ZEROS)
-        high = _converted(codes, scale, taken, True, FORM, HALF, ZEROS, operand)
+        high = _converted(codes, scale, taken, True, G, FORM, ZEROS, operand, dtype)
         acc, more = _multiply(high, acc, more, x_smem, more_smem, slot * 2 + 1, more_operand, MORE)
         acc, more = _ended(acc, more, MORE, 0 if u == 1 else LAST)
     mbarrier.arrive(empty.index((first + 1) % STAGES))
     return acc, more
-
-
-@gluon.jit
-def _sum_scales(s_ptr, feature, step, num_features, num_groups, G: gl.constexpr, BO: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """What multiplies a step's sums of 64 rows of 8 bits."""
-    rows = gl.minimum(feature + gl.arange(0, 64, gl.SliceLayout(1, layout)), num_features - 1).to(gl.int64)
-    return gl.load(s_ptr + rows // BO * num_groups + gl.minimum(step * 128 // G, num_groups - 1))
-
-
-@gluon.jit
-def _step_sums(x_smem, more_smem, w_smem, slot, c, C: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, operand: gl.constexpr,
-               more_operand: gl.constexpr, layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """The sums of a step of 8 bits: its second half is converted while the first one is multiplied."""
-    dtype: gl.constexpr = x_smem.dtype
-    acc, more = _zeros(BT, MORE, layout, more_layout)
-    for half in gl.static_range(2):
-        codes = w_smem.index((slot * C + c) * 2 + half).load(CODES)
-        numbers = _operand(numbers8(codes, dtype, FORM, dtype == gl.bfloat16), operand)
-        acc, more = _multiply(numbers, acc, more, x_smem, more_smem, slot * 2 + half, more_operand, MORE)
-    return _ended(acc, more, MORE, 0)
 
 
 @gluon.jit
@@ -297,45 +320,34 @@ def _store(acc, r_ptr, bias_ptr, y_ptr, feature, token, num_tokens, num_features
 
 
 @gluon.jit
-def _sums4(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G: gl.constexpr,
-           BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
-           layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
-    """The sums of a group's rows of 4 bits, over all steps; see `_store` for the power of two that they lack."""
-    raws = (c, c)
-    if G < 128:
+def _ahead(raws, s_ptr, rows, step, num_groups, G: gl.constexpr, BO: gl.constexpr, FORM: gl.constexpr):
+    """The scales of two steps that threads read themselves; `raws` where there are none."""
+    if FORM < INT4 and G > 0:
+        raws = _row_scales(s_ptr, rows, step, num_groups, G, BO), _row_scales(s_ptr, rows, step + 1, num_groups, G, BO)
+    elif FORM >= INT4 and G < 128:
         num_runs = num_groups * G // 32
-        rows = gl.minimum(feature + gl.arange(0, 64, gl.SliceLayout(1, OF_RUNS)), num_features - 1).to(gl.int64)
-        raws = (_raw_scales(s_ptr, rows, first, num_runs, G), _raw_scales(s_ptr, rows, first + 1, num_runs, G))
-    else:
-        _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G, C, HALF, ZEROS)  # fmt: skip
-    acc, more = _zeros(BT, MORE, layout, more_layout)
-    for i in range(0, steps, 2):
-        after = raws
-        if G < 128:  # the next round's are on their way during this one
-            after = (_raw_scales(s_ptr, rows, first + i + 2, num_runs, G), _raw_scales(s_ptr, rows, first + i + 3, num_runs, G))  # fmt: skip
-        acc, more = _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
-                           G, FORM, HALF, ZEROS)  # fmt: skip
-        raws = after
-    return acc, more
+        raws = _raw_scales(s_ptr, rows, step, num_runs, G), _raw_scales(s_ptr, rows, step + 1, num_runs, G)
+    return raws
 
 
 @gluon.jit
-def _sums8(c, x_smem, more_smem, w_smem, full, empty, s_ptr, feature, first, steps, num_features, num_groups, G: gl.constexpr, BO: gl.constexpr,
-           BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
-           layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
-    """The sums of a group's rows of 8 bits, over all steps. Scales multiply each step's sums, in float32."""
+def _sums(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G: gl.constexpr,
+          BO: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
+          layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """The sums of a group's rows, over all steps; see `_store` for the power of two that they lack."""
+    of_rows: gl.constexpr = ROWS if FORM < INT4 else gl.SliceLayout(1, OF_RUNS)
+    rows = gl.minimum(feature + gl.arange(0, 64, of_rows), num_features - 1).to(gl.int64)
+    if FORM >= INT4 and G >= 128:
+        _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G, C, HALF, ZEROS)  # fmt: skip
+    raws = _ahead((c, c), s_ptr, rows, first, num_groups, G, BO, FORM)
     acc, more = _zeros(BT, MORE, layout, more_layout)
-    scale = _sum_scales(s_ptr, feature, first, num_features, num_groups, G, BO, layout)
-    for i in range(steps):
-        after = _sum_scales(s_ptr, feature, first + i + 1, num_features, num_groups, G, BO, layout)
-        slot = i % STAGES
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        own, own_more = _step_sums(x_smem, more_smem, w_smem, slot, c, C, BT, MORE, operand, more_operand, layout, more_layout, FORM)  # fmt: skip
-        mbarrier.arrive(empty.index(slot))
-        acc += own * scale[:, None]
-        if MORE:
-            more += own_more * gl.convert_layout(scale, gl.SliceLayout(1, more_layout), assert_trivial=True)[:, None]
-        scale = after
+    for i in range(0, steps, 2):
+        after = _ahead(
+            raws, s_ptr, rows, first + i + 2, num_groups, G, BO, FORM
+        )  # the next round's are on their way during this one
+        acc, more = _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
+                           G, FORM, HALF, ZEROS)  # fmt: skip
+        raws = after
     return acc, more
 
 
@@ -351,12 +363,8 @@ def _compute(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, r_ptr, s_s
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     more_operand: gl.constexpr = gl.DotOperandLayout(0, more_layout, 2)
     feature += c * 64
-    if FORM < INT4:
-        acc, more = _sums8(c, x_smem, more_smem, w_smem, full, empty, s_ptr, feature, first, steps, num_features, num_groups, G, BO, BT, MORE, C, STAGES,
-                           operand, more_operand, layout, more_layout, FORM)  # fmt: skip
-    else:
-        acc, more = _sums4(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G, BT,
-                           MORE, C, STAGES, operand, more_operand, layout, more_layout, FORM, HALF, ZEROS)  # fmt: skip
+    acc, more = _sums(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_smem, feature, first, steps, num_features, num_groups, G, BO, BT,
+                      MORE, C, STAGES, operand, more_operand, layout, more_layout, FORM, HALF, ZEROS)  # fmt: skip
     out: gl.constexpr = STORED if DONE else layout
     out_more: gl.constexpr = STORED if DONE else more_layout
     wait_turn(PDL)

@@ -18,7 +18,7 @@ import torch
 
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_wide
+from pagerunner.ops.kernels import linear_eight, linear_packed, linear_rounded, linear_wide
 from pagerunner.ops.kernels.launch import blocks
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_rounded import Rounded, product, rounding
@@ -68,10 +68,15 @@ def _rounding_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: tor
 
 def takes_few(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> bool:
     """Whether products of so few tokens are this file's, though `linear_stored.py` serves them, too."""
-    if isinstance(weight_OI, Stored8):
-        return _rounding_of(tokens, dtype, weight_OI, device) is not None
     borders = numerics.FAST.products
-    least = borders.early_int4_tokens if weight_OI.numbers == "int4" else borders.early_fp4_tokens
+    if isinstance(weight_OI, Stored8):
+        if _rounding_of(tokens, dtype, weight_OI, device) is not None:
+            return True
+        least = borders.early_other_tokens_8
+    elif linear_packed.reads(weight_OI, dtype):
+        least = borders.early_int4_tokens if weight_OI.numbers == "int4" else borders.early_fp4_tokens
+    else:
+        least = borders.early_other_tokens_4
     return tokens >= least and linear_wide.serves(tokens, dtype, weight_OI, device)
 
 

@@ -9,8 +9,8 @@ n * 2 ** -133 times s * 2 ** 70, less 8 s * 2 ** -63. That is (n - 8) s * 2 ** -
 Scales may be as large as 2 ** 57. With scales below 2 ** -63 weights lose bits, at most 2 ** -70 each. With zero points, n - z comes first, exactly. In float16, which has no such room, n is 1024 + n at first, and n - z is
 multiplied by s.
 
-e2m1's bits in place are 2 ** -126 of the number, and scales are multiplied by 2 ** 64 before (`codes.scaled_e2m1`). Codes of 8 bits become exact numbers, and scales
-multiply each step's sums in float32.
+e2m1's bits in place are 2 ** -126 of the number, and scales are multiplied by 2 ** 64 before (`codes.scaled_e2m1`). Codes of 8 bits are multiplied by their scales in
+float32, and rounded once. Scales of whole rows multiply sums instead.
 
 **Scales.** Those of 128 columns or more are brought to shared memory before the first step, those of fewer are read a round ahead by the threads that need them.
 
@@ -48,8 +48,8 @@ LEAST_STAGES, MOST_STAGES = 2, 12
 """So many steps must be in shared memory at a time, as a group's round takes two; and at most."""
 WHOLE_ROWS = 1 << 30
 """Columns that share a scale, where all of a row do: matrices of many sizes have one kernel."""
-MOST_OF_THREE = 96
-"""Three groups' sums of so many tokens of 8 bits have room in registers."""
+MOST_OF_THREE = 160
+"""Of so many tokens and 8 bits, three groups have three steps in shared memory."""
 SMALL_WEIGHTS, SMALL_TOKENS = 1 << 24, range(33, 129)
 """With so few weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
 
@@ -69,12 +69,13 @@ class WideConfig(NamedTuple):
         """Output features of a tile."""
         return 64 * self.groups
 
-    def registers(self, eight: bool) -> tuple[int, int]:
-        """Of a thread: those of a group that multiplies, by tokens, and those that the kernel starts with. Sums of 8 bits are of a step at first.
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread: those of a group that multiplies, by tokens, and those that the kernel starts with.
 
         Others are for the kernels beside: while one that prepares inputs still runs, the next product's programs start and bring codes.
         """
-        most = min(240 if self.groups == 2 else 160, 96 + self.tokens // 2 * (2 if eight else 1))
+        most = min(240 if self.groups == 2 else 160, 96 + self.tokens // 2)
         return most, blocks(most * self.groups + 24, 8 * (self.groups + 1)) * 8
 
 
@@ -213,14 +214,15 @@ def run_wide(product: Product, config: WideConfig) -> None:
     sums_PTO = out_TO if done else torch.empty(parts, tokens, features, dtype=torch.float32, device=x_TI.device)
     codes, scales = weight_OI.codes.view(torch.uint8), weight_OI.scales
     if isinstance(weight_OI, Stored8):
-        (high, across), zeros, factors = weight_OI.block, None, None
-        across = WHOLE_ROWS if across >= inputs else across
+        (high, across), zeros = weight_OI.block, None
+        factors = scales if high == 1 and across >= inputs else None
+        across = 0 if factors is not None else WHOLE_ROWS if across >= inputs else across
     else:
         high, across, zeros, factors = 1, weight_OI.group, weight_OI.zeros, weight_OI.rows
         across = max(across, STEP) if held else across
     of_inputs, of_codes, descriptor = _layouts()
     first, more = halves(config.tokens)
-    registers, average = config.registers(isinstance(weight_OI, Stored8))
+    registers, average = config.registers
     _kernel().wide_kernel[(blocks(tokens, config.tokens) * blocks(features, config.features), parts)](
         descriptor.from_tensor(x_TI, [first, 64], of_inputs), descriptor.from_tensor(x_TI, [more or 8, 64], of_inputs),
         descriptor.from_tensor(codes, [64, 64], of_codes), scales, scales if zeros is None else zeros, scales if factors is None else factors,

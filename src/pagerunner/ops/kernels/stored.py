@@ -120,7 +120,7 @@ def operands_of(
     """
     zeros, factors = (None, None) if isinstance(stored, Stored8) else (stored.zeros, stored.rows)
     tensors = tuple(x_TI if tensor is None else tensor for tensor in (zeros, factors, bias_O))
-    constants = {"FORM": form_of(stored), "WORDS": uses_words(x_TI.dtype), "ZEROS": zeros is not None,
+    constants = {"FORM": form_of(stored), "WORDS": uses_words(x_TI.dtype, form_of(stored)), "ZEROS": zeros is not None,
                  "FACTORS": factors is not None, "BIAS": bias_O is not None}  # fmt: skip
     return (stored.codes, stored.scales, *tensors), constants
 
