@@ -34,6 +34,7 @@ from pagerunner.runner import scoring
 from pagerunner.runner.arena import CpuArena
 from pagerunner.runner.builder import BatchBuilder
 from pagerunner.runner.graphs import (
+    Captured,
     GraphKey,
     GraphSettings,
     StepGraphs,
@@ -196,42 +197,61 @@ def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path, monkeypat
     resolved = resolve(args, memory_bytes=2**36, plan_only=True)
     model = build.build_model(resolved.model, "bfloat16", "cpu")
     attention, expert = 2048 * (32 + 2 * 4 + 32) * 128, 3 * 2048 * 768
-    assert build._layer_weights(model, resolved.plan) == attention + 8 * expert
+    assert build._layer_weights(model) == attention + 8 * expert
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 128 * 8 * (2048 + 768) * 2 * 5000))
     device, config = torch.device("cuda"), msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192)
     assert build._most_with_experts(config, model, resolved.plan, device) == 5000
-    for other in ({"enable_lora": True}, {"kv_cache_dtype": "fp8_e4m3"}):
-        few = msgspec.structs.replace(config, **other)
-        assert build._most_with_experts(few, model, resolved.plan, device) == 512
+    adapters = msgspec.structs.replace(config, enable_lora=True)
+    products = 8 * (2 * 768 + 2048) * 2  # that experts with adapters hold besides
+    assert build._most_with_experts(adapters, model, resolved.plan, device) == 8 * 2816 * 2 * 5000 // (
+        8 * 2816 * 2 + products
+    )
     assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == 4096
+    assert build._mixed_sizes(adapters, model, resolved.plan, NullComm(), device)[-1] == 2048
+    for one in build._experts_of(model)[1]:
+        one.method.teams = 2
+    assert build._most_with_experts(config, model, resolved.plan, device) == 512
+
+
+OF_LATENTS = 15_000_000_000 // (16 * (2 * 512 + 64))
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "weights", "most"),
+    ("name", "layers", "weights", "most", "pairs"),
     [
-        ("Qwen--Qwen3-8B", 2, 192_937_984, 2048),
-        ("Qwen--Qwen3-8B-FP8", 2, 128_625_323, 3072),  # rounded inputs: two thirds
-        ("openai--gpt-oss-20b", 2, 126_074_880, 2048),  # windows
-        ("Qwen--Qwen3-Next-80B-A3B-Instruct", 4, 0, 4096),  # states
-        ("deepseek-ai--DeepSeek-V2-Lite-Chat", 2, 0, 1280),  # latents
+        ("Qwen--Qwen3-8B", 2, 192_937_984, 2048, (0, 60_000_000_000 // (32 * 256))),
+        ("Qwen--Qwen3-8B-FP8", 2, 128_625_323, 3072, (0, 60_000_000_000 // (32 * 256))),  # rounded inputs: two thirds
+        ("openai--gpt-oss-20b", 2, 126_074_880, 2048, (0, 0)),  # windows, heads of 64
+        ("Qwen--Qwen3-Next-80B-A3B-Instruct", 4, 0, 4096, (0, 0)),  # states, heads of 256
+        ("deepseek-ai--DeepSeek-V2-Lite-Chat", 2, 0, 3072, (OF_LATENTS, OF_LATENTS)),
+        ("deepseek-ai--DeepSeek-V3.2", 8, 0, 512, (0, 0)),  # queries choose
+        ("deepseek-ai--DeepSeek-V4-Flash", 4, 0, 1024, (0, 0)),  # windows and slots
     ],
 )
 def test_graphs_go_as_far_as_the_host_takes_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: int, weights: int, most: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    layers: int,
+    weights: int,
+    most: int,
+    pairs: tuple[int, int],
 ) -> None:
     published = json.loads((PUBLISHED / f"{name}.json").read_text())
-    config = published.get("config", published) | {"num_hidden_layers": layers}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:layers]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", max_model_len=512)
-    resolved = resolve(args, memory_bytes=2**38, plan_only=True)
-    model = build.build_model(resolved.model, "bfloat16", "cpu", keep_forms=True, of_files=False)
-    assert not weights or build._layer_weights(model, resolved.plan) == weights
+    fields = published.get("config", published) | {"num_hidden_layers": layers}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 2**37))
-    config, device = msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192), torch.device("cuda")
-    assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == most
-    assert build._most_pairs(model, resolved.plan) == (30_000_000_000 // (16 * (2 * 512 + 64)) if most == 1280 else 0)
+    found, args = [], EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", max_model_len=512)
+    for pages in ("auto", "fp8"):
+        resolved = resolve(msgspec.structs.replace(args, kv_cache_dtype=pages), memory_bytes=2**40, plan_only=True)
+        model = build.build_model(resolved.model, "bfloat16", "cpu", keep_forms=True, of_files=False)
+        assert not weights or build._layer_weights(model) == weights
+        config, device = msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192), torch.device("cuda")
+        assert build._mixed_sizes(config, model, resolved.plan, NullComm(), device)[-1] == most
+        found.append(build._most_pairs(model, resolved.plan))
+    assert tuple(found) == pairs
 
 
 def test_large_steps_run_in_a_graph_while_their_attention_takes_no_longer_there() -> None:
@@ -241,10 +261,31 @@ def test_large_steps_run_in_a_graph_while_their_attention_takes_no_longer_there(
         lens: Any = {"query_lens": new, "seq_lens": [a + b for a, b in zip(new, past, strict=True)]}
         return graphs._is_quick(cast(Any, SimpleNamespace(where=SimpleNamespace(tokens=sum(new)), **lens)))
 
-    assert is_quick([600, 100], [0, 0], 370_000) and not is_quick([600, 100], [0, 0], 369_999)
-    assert not is_quick([600], [1], 360_000)
+    assert is_quick([600, 100], [0, 0], 185_000) and not is_quick([600, 100], [0, 0], 184_999)
+    assert is_quick([600], [0], 180_000) and not is_quick([600], [1], 180_000)
     assert is_quick([512], [100_000], 360_000), "few tokens always do"
     assert is_quick([600], [100_000], 0), "no attention is slower there"
+
+
+def test_the_largest_graphs_of_a_mixture_with_adapters_serve_rows_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for experts in (True, False):
+        adapters = SimpleNamespace(may_be_of_experts=experts)
+        tensors = SimpleNamespace(slots_R=torch.empty(64))
+        builder: Any = SimpleNamespace(
+            tensors=tensors, graphs=True, min_sharing_rows=0, strided=False, adapters=adapters
+        )
+        builder.has_adapters = lambda slots: False
+        settings = GraphSettings(cast(Any, object()), decode_sizes=(1,), mixed_sizes=(512, 1024))
+        graphs = StepGraphs(settings, builder)
+        kinds = {size: [key for key in graphs.keys if key.tokens == size] for size in (1, 512, 1024)}
+        assert len(kinds[1]) == len(kinds[512]) == 2 + experts
+        assert [key.experts for key in kinds[1024]] == ([True] if experts else [False, False])
+        builder.clear = lambda: None
+        monkeypatch.setattr(graphs, "_capture", lambda key, *_: Captured(key, cast(Any, None), cast(Any, None), []))
+        graphs.capture(lambda batch, decode: ())
+        where = SimpleNamespace(stride=0, one_token=False, tokens=700)
+        found = graphs.find(cast(Any, SimpleNamespace(where=where, slots=[0])))
+        assert found is not None and found.key.tokens == 1024 and found.key.experts == experts
 
 
 def runner_of(llm: LLM) -> Any:

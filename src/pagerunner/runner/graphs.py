@@ -17,7 +17,6 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -299,7 +298,11 @@ class StepGraphs:
                 # How many adapters there are, the device knows; few rows of these share pages. Those of experts are many launches in each layer.
                 some = [replace(key, adapters=True) for key in keys if _for_any_rows(key, sharing)]
                 keys += some
-                keys += [replace(key, experts=True) for key in some if builder.adapters.may_be_of_experts]
+                if (
+                    builder.adapters.may_be_of_experts
+                ):  # the largest take long to capture: this kind of them serves all steps
+                    keys = [key for key in keys if key.decode or key.tokens <= MOST_MIXED_OF_EXPERTS]
+                    keys += [replace(key, experts=True) for key in some]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))
         self._plain = self._adapted = self._of_experts = _Set([])
 
@@ -312,7 +315,8 @@ class StepGraphs:
         if where.stride:
             return own.drafted[where.stride].find(where.rows * where.stride)
         if needs_hidden or not where.one_token or len(step.sampled_rows) != where.rows:
-            return own.mixed.find(where.tokens) if self._is_quick(step) else None
+            mixed = own.mixed.find(where.tokens) or self._of_experts.mixed.find(where.tokens)
+            return mixed if self._is_quick(step) else None
         if own.no_shared_prefix.graphs and (own is not self._plain or not self._builder.may_share(step.slots)):
             return own.no_shared_prefix.find(where.rows)
         return own.decode.find(where.rows)
@@ -322,7 +326,7 @@ class StepGraphs:
         most = self._settings.most_pairs
         if not most or step.where.tokens <= MOST_MIXED_OF_EXPERTS:
             return True
-        return sum(map(mul, step.query_lens, step.seq_lens)) <= most
+        return sum(new * (seen - new // 2) for new, seen in zip(step.query_lens, step.seq_lens, strict=True)) <= most
 
     def with_known_places(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with as many sampled tokens as the next larger graph has: the step's first token fills up. Where none is sampled there stays none.

@@ -27,7 +27,7 @@ from pagerunner.lora.adapter import Targets
 from pagerunner.lora.blocks import AdapterTable, Products, RowAdapters, Whole
 from pagerunner.lora.loader import AdapterLoader
 from pagerunner.memory.memory_plan import MemoryPlan
-from pagerunner.memory.specs import LatentKV, Spec
+from pagerunner.memory.specs import FullKV, LatentKV, Spec
 from pagerunner.models.checkpoint.fixed import check_fixed, fix_products
 from pagerunner.models.checkpoint.forms import summary, unpacked_bytes
 from pagerunner.models.checkpoint.loader import (
@@ -76,8 +76,8 @@ from pagerunner.runner.transfers import HostPages, Transfers
 from pagerunner.tiers.host import cut_host
 
 logger = logging.getLogger(__name__)
-_LATENT_NUMBERS, _MOST_MIXED_OF_LATENTS = 3e10, 1280
-"""Pairs of queries and keys times their numbers that an H200 multiplies in the latent space while the host launches a layer, and a prompt's tokens with so many: of 16 heads 1,300."""
+_LATENT_NUMBERS, _FP8_NUMBERS = 1.5e10, 6e10
+"""Pairs of queries and keys times their numbers that an H200 multiplies while the host launches a layer: in the latent space (a prompt of 1,300 tokens with 16 heads), and in fp8 pages (of 3,800 with 32 of 128)."""
 Progress = Callable[[int, int], None]
 
 
@@ -275,43 +275,52 @@ def _mixed_sizes(
     if device.type != "cuda":
         return mixed_sizes(*given)
     most = _most_with_experts(config, model, plan, device) if experts else None
-    return tuple(union(comm, mixed_sizes(*given, _layer_weights(model, plan), most_with_experts=most)))
+    weights = _layer_weights(model) * (2 if experts and config.enable_lora else 1)  # what experts' adapters add
+    return tuple(union(comm, mixed_sizes(*given, weights, most_with_experts=most)))
 
 
 def _most_with_experts(config: EngineConfig, model: Model, plan: MemoryPlan, device: torch.device) -> int:
-    """Tokens of the largest graphs of a mixture, which hold the outputs of each token's experts, and matrices that they unpack: 1/128 of the device's memory.
+    """Tokens of the largest graphs of a mixture. These hold the outputs of each token's experts, queries and values in the latent space, and matrices that they unpack: 1/128 of the device's memory.
 
-    Few where graphs hold more, other ranks' tokens; where there are several kinds of them, with adapters and without;
-    and where attention to many tokens is slower in a graph, which doesn't know their lengths: to chosen and compressed latents and fp8 pages.
+    Few where they hold other teams' tokens, too, and where queries choose latents: these weren't compared.
     """
     active, experts = _experts_of(model)
-    pairs = active * config.max_num_batched_tokens
-    more = any(one.method.teams > 1 for one in experts)
-    slower = config.kv_cache_dtype.startswith("fp8") or any(
-        isinstance(spec, LatentKV) and memory_form(spec) != "latent" for spec in _specs(plan)
-    )
-    if config.enable_lora or more or slower:
+    if any(one.method.teams > 1 for one in experts) or any(memory_form(spec) == "chosen" for spec in _specs(plan)):
         return MOST_MIXED_OF_EXPERTS
+    pairs = active * config.max_num_batched_tokens
     token_bytes: int = max(active * sum(one.sizes[1:]) * one.dtype.itemsize for one in experts)
-    most = _MOST_MIXED_OF_LATENTS if _most_pairs(model, plan) else config.max_num_batched_tokens
+    if config.enable_lora:
+        token_bytes += max(one.adapted_bytes(active) for one in experts)
+    latents = [spec.latent_dim for spec in _specs(plan) if isinstance(spec, LatentKV) and spec.compression == 1]
+    token_bytes += 2 * _heads_of(model) * max(latents, default=0) * experts[0].dtype.itemsize
     room: int = torch.cuda.mem_get_info(device)[1] // 128 - max(one.unpacked_bytes(pairs) for one in experts)
-    return max(min(room // token_bytes, most), MOST_MIXED_OF_EXPERTS)
+    return max(min(room // token_bytes, config.max_num_batched_tokens), MOST_MIXED_OF_EXPERTS)
 
 
 def _most_pairs(model: Model, plan: MemoryPlan) -> int:
-    """See GraphSettings: of queries in the latent space, which eager steps have in short rows alone, and graphs everywhere."""
-    numbers = max(
-        (2 * spec.latent_dim + spec.rope_dim for spec in _specs(plan) if isinstance(spec, LatentKV)), default=0
-    )
-    heads = max((getattr(module, "num_heads", 0) for module in model.modules()), default=0)
-    return int(_LATENT_NUMBERS) // (numbers * heads) if numbers * heads else 0
+    """See GraphSettings. Eager steps have queries in the latent space in short rows alone, and a past in fp8 pages is copied once, as the host knows its length.
+
+    Only heads of 128 have a kernel that reads such a copy.
+    """
+    took = [0.0]
+    for spec in _specs(plan):
+        if memory_form(spec) == "latent" and isinstance(spec, LatentKV):
+            took.append((2 * spec.latent_dim + spec.rope_dim) / _LATENT_NUMBERS)
+        elif isinstance(spec, FullKV) and spec.quantised and (spec.kind, spec.head_dim) == ("full", 128):
+            took.append((spec.head_dim + spec.value_dim) / _FP8_NUMBERS)
+    return int(1 / (max(took) * _heads_of(model))) if max(took) else 0
+
+
+def _heads_of(model: Model) -> int:
+    """Query heads of a layer that has most of them."""
+    return max((getattr(module, "num_heads", 0) for module in model.modules()), default=0)
 
 
 def _specs(plan: MemoryPlan) -> list[Spec]:
     return [layer.spec for group in plan.groups for layer in group.layers]
 
 
-def _layer_weights(model: Model, plan: MemoryPlan) -> int:
+def _layer_weights(model: Model) -> int:
     """Weights that a token is multiplied with in a layer, those of its experts among them: of several ranks with whole experts a part of these.
 
     Of products that round their input only two thirds count, as they take less time.
@@ -321,7 +330,7 @@ def _layer_weights(model: Model, plan: MemoryPlan) -> int:
     rounded = sum(one.most_weights for one in linears if any(rounds(stored, one.dtype) for stored in one.stored))
     weights = sum(one.most_weights for one in linears) - rounded // 3
     weights += sum(3 * active * one.sizes.features * one.sizes.inner // one.ranks for one in experts)
-    return weights // max(sum(len(group.layers) for group in plan.groups) // plan.groups[0].stages, 1)
+    return weights // max(len(model.model.layers), 1)
 
 
 def _experts_of(model: Model) -> tuple[int, list[moe.Experts]]:
