@@ -297,3 +297,26 @@ def test_answers_on_standard_output(demo: RunningServer, tmp_path: Path) -> None
     answers = {answer["custom_id"]: answer for answer in map(json.loads, ran.stdout.splitlines())}
     assert {text_of(answers[f"sum-{n}"]) for n in range(10, 14)} == {f"{n} + 30 = {n + 30}" for n in range(10, 14)}
     assert os.listdir(tmp_path) == ["in.jsonl"] and "4 of 4 requests" in ran.stderr
+
+
+def test_a_full_disk_is_told_and_the_engine_of_ones_own_is_not_called_dead(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", sum_line(10))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [
+        sys.executable,
+        "-m",
+        "pagerunner",
+        "run-batch",
+        "-i",
+        str(source),
+        "-o",
+        "-",
+        "--model",
+        "demo",
+        "--quiet",
+    ]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LONG)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("pagerunner: error: ") and "No space left on device" in ran.stderr
+    assert ran.stderr.count("\n") == 1, ran.stderr

@@ -219,8 +219,10 @@ async def serve(
             with set_apart():
                 async with logged_stats(engines[:: args.teams], quiet=args.disable_log_stats):
                     dying = asyncio.create_task(_outlive(engine, death_seconds), name="pagerunner-last-answers")
-                    await _run(server, listener, engine, stop, drain_seconds, dying, announce=on_ready is None)
-                    dying.cancel()
+                    try:
+                        await _run(server, listener, engine, stop, drain_seconds, dying, announce=on_ready is None)
+                    finally:
+                        dying.cancel()  # before the engine is shut down
             return int(dying.done() and not stop.asked.is_set())
         finally:
             await engine.shutdown()
