@@ -124,11 +124,14 @@ def _rotate(x_TND: torch.Tensor, angles: RopeAngles, *, adjacent: bool) -> None:
     return None
 
 
-def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> None:
+def temper(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
     """See `ops.rope.temper`; in place, of heads one behind another."""
+    if x_TND.stride(1) != x_TND.shape[2] or not serves(x_TND) or not counts(positions_T):
+        return NotImplemented
     tokens, heads, features = x_TND.shape
     operands = operand("x", x_TND, dense=2), operand("positions", positions_T, tokens, dtype=torch.int64)
     call(TEMPER, _TEMPER, operands, tokens, heads * features, x_TND.stride(0), floor, scale)
+    return x_TND
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
