@@ -83,6 +83,19 @@ def add_rms_norm_(
     return _norm(x_TD, residual_TD, weight_D, eps, offset)
 
 
+def add_normed_rms_norm_(
+    x_TD: torch.Tensor,
+    x_weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    """See `ops.norm.add_normed_rms_norm_`."""
+    normed_TD = rms_norm(x_TD, x_weight_D, eps, offset)
+    return normed_TD if normed_TD is NotImplemented else add_rms_norm_(normed_TD, residual_TD, weight_D, eps, offset)
+
+
 def _norm(
     x: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float, offset: bool
 ) -> torch.Tensor:
