@@ -29,8 +29,8 @@ from pagerunner.engine.startup.measure import MemoryFacts
 from pagerunner.engine.startup.resolve import Resolved, resolve
 from pagerunner.engine.worker.worker import LoadedWorker, load_worker
 from pagerunner.errors import ConfigError
+from pagerunner.ops.logprobs import gather_logprobs
 from pagerunner.runner import scoring
-from pagerunner.runner.sampling.logprobs import gather_logprobs
 from pagerunner.types import EngineRequest, SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from pagerunner.types.request import Grammar
 

@@ -170,7 +170,7 @@ def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() ->
     assert mixed_sizes(8192)[-1] == 256 and mixed_sizes(8192, None, of_70b)[-1] == 448
     assert mixed_sizes(8192, None, of_8b)[-3:] == (1792, 1920, 2048)
     assert mixed_sizes(8192, None, of_4b)[-1] == 3840
-    assert mixed_sizes(16384, None, 1)[-1] == 8192
+    assert mixed_sizes(8192, None, 1)[-1] == 4096
     assert mixed_sizes(2000, None, of_4b)[-1] == 1920
     sizes = mixed_sizes(8192, None, 1)
     assert all(more <= 1.25 * size for size, more in zip(sizes, sizes[1:], strict=False) if size >= 256)
@@ -341,10 +341,16 @@ def test_warm_up_takes_the_memory_of_the_largest_reports(
 ) -> None:
     """What pages get is measured afterwards, so what only some requests ask for must have been there once."""
     rows: dict[str, set[int]] = {"gather": set(), "penalize": set(), "prompt": set()}
-    gather, penalize = sampler.gather_logprobs, sampler.penalize
+    gather, penalize = sampler.gather_logprobs, sampler.penalized
     runner = runner_of(start(model))
-    monkeypatch.setattr(sampler, "gather_logprobs", lambda x, *more: rows["gather"].add(len(x)) or gather(x, *more))
-    monkeypatch.setattr(sampler, "penalize", lambda x, *more: rows["penalize"].add(len(x)) or penalize(x, *more))
+    monkeypatch.setattr(
+        sampler, "gather_logprobs", lambda x, at, *more: rows["gather"].add(len(at)) or gather(x, at, *more)
+    )
+    monkeypatch.setattr(
+        sampler,
+        "penalized",
+        lambda x, at, *more: rows["penalize"].add(len(x if at is None else at)) or penalize(x, at, *more),
+    )
     monkeypatch.setattr(scoring, "gather_logprobs", lambda x, *more: rows["prompt"].add(len(x)) or gather(x, *more))
     runner.warm_up()
     assert max(rows["penalize"]) == max(rows["gather"]) == runner._builder.max_rows

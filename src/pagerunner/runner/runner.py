@@ -271,6 +271,7 @@ class ModelRunner:
     def _first_runs(self, more: tuple[list[int], ...], *, rehearsal: bool = False) -> None:
         for rows in self._first_steps():
             self._run_first(rows)
+        self._run_first(even_rows(1, 1, self._max_model_len, past=True), {0: [self._sampler.whole_mask]})
         self._run_more_kernels(*more)
         self._run_largest_steps()
         if self._builder.adapters is not None:
@@ -305,12 +306,13 @@ class ModelRunner:
         self._run_first(rows)
         self._scorer.clear()
 
-    def _run_first(self, rows: list[StepRow]) -> None:
+    def _run_first(self, rows: list[StepRow], masks: Masks | None = None) -> None:
         """Run a step of a warm-up. Rows that generate begin where they say, as no step before has left their slots' lengths."""
         given = [(row.slot, 0, row.start - 1) for row in rows if not row.tokens]
         if given:
             self._state.store(*to_device(given, torch.int64, self._state.tokens.device).T.contiguous())
-        self.run(StepPlan(step_id=-1, rows=rows, num_drafts=self._num_drafts)).result()
+        plan = StepPlan(step_id=-1, rows=rows, num_drafts=self._num_drafts, masks=dict(masks or {}))
+        self.run(plan).result()
         LIFE.moved()
 
     def set_static_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:

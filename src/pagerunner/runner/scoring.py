@@ -12,7 +12,8 @@ from itertools import accumulate
 import torch
 
 from pagerunner.ops.async_copy import ToHost, to_device
-from pagerunner.runner.sampling.logprobs import gather_logprobs, to_token_logprobs
+from pagerunner.ops.logprobs import gather_logprobs
+from pagerunner.runner.sampling.logprobs import to_token_logprobs
 from pagerunner.runner.staging import StagedStep
 from pagerunner.types import EngineRequest, SlotInit, TokenLogprobs
 
@@ -84,7 +85,7 @@ class PromptScorer:
             targets_N = to_device(targets, torch.int64, hidden_TD.device)
             hidden_ND = hidden_TD[firsts[index] : firsts[index] + len(targets)]
             chunks = [
-                gather_logprobs(compute_logits(hidden).float(), wanted, num_top)
+                gather_logprobs(compute_logits(hidden), None, wanted, num_top)
                 for hidden, wanted in zip(hidden_ND.split(CHUNK), targets_N.split(CHUNK), strict=True)
             ]
             report = chunks[0] if len(chunks) == 1 else tuple(map(torch.cat, zip(*chunks, strict=True)))

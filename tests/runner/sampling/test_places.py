@@ -68,7 +68,7 @@ def test_layouts_of_many_rows_with_drafts_are_found_again(monkeypatch: pytest.Mo
     )
     for _ in range(3):
         sampler.sample(torch.zeros(256 * width, V), rows)
-    assert built == [64] * 36
+    assert built == [256] * 9
 
 
 def one_by_one(names: list[str]) -> list[tuple[list[int], list[TokenLogprobs | None]]]:

@@ -7,26 +7,23 @@ step. Then the layout of the step before is found again and costs nothing. Shape
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pagerunner.ops.async_copy import to_device
+from pagerunner.ops.penalties import Penalties
 from pagerunner.runner.sampling.slots import SlotParams
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """Rows with penalties: their rows, slots, and float32 [n, 1] coefficients. None is a penalty that no row uses."""
+    """The penalties of all of a layout's rows. Of those that have some: their numbers among the step's rows, and the index of their slots' first counts in the flattened state."""
 
-    rows: torch.Tensor
-    state_start: torch.Tensor  # [n] index of the slot's first count in the flattened state
-    slots: torch.Tensor
-    places: torch.Tensor  # [n] how many of the slot's drafts are before the row's place
-    repetition: torch.Tensor | None
-    frequency: torch.Tensor | None
-    presence: torch.Tensor | None
+    of_rows: Penalties
+    index: torch.Tensor
+    state_start: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +44,30 @@ class BadWordRows:
 
 @dataclass(frozen=True, slots=True)
 class AllowedRows:
-    """Rows restricted to some ids: `flat` indexes the flattened [n, V] mask of these rows."""
+    """Rows restricted to some ids, int64 [n], and their masks, int32 [n, W]."""
 
     rows: torch.Tensor
-    flat: torch.Tensor
+    bits: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRow:
-    """A row whose stop tokens are masked while its position is below `until`."""
+class HeldRows:
+    """Tokens that end a text, int64 [H], masked while their row's position is below `until_H`: `flat_H` indexes the flattened logits, and `place_H` the step's rows. `rows` has each
+    row's place among the step's, and until when."""
 
-    row: int
-    until: int
-    flat_ids: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+    flat_H: torch.Tensor
+    place_H: torch.Tensor
+    until_H: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Rows that report log-probabilities, and how many alternatives each asks for; `row_numbers` are the step's."""
+    """Rows that report log-probabilities, and how many alternatives each asks for; `row_numbers` are the step's, `index` the same on the device, and `rows` their
+    numbers among the rows that ask for more."""
 
     row_numbers: list[int]
+    index: torch.Tensor
     rows: torch.Tensor
     top: list[int]
 
@@ -84,50 +85,51 @@ class Layout:
     logprobs: LogprobRows | None
     allowed: AllowedRows | None
     bad_words: BadWordRows | None
-    held: tuple[HeldRow, ...]
+    held: HeldRows | None
     bias_flat: torch.Tensor | None
     bias_values: torch.Tensor | None
     penalties: PenaltyRows | None
     errors: dict[int, str]
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether any processor may write into the logits."""
+    def edits(self) -> bool:
+        """Whether anything but penalties may write into the logits."""
         return bool(
             self.allowed is not None
             or self.bad_words is not None
-            or self.held
+            or self.held is not None
             or self.bias_flat is not None
-            or self.penalties is not None
         )
 
 
 def build_layout(
-    row_numbers: Sequence[int],
+    places: Sequence[int],
     slots: Sequence[int],
     params: Sequence[SlotParams],
     vocab_size: int,
     device: torch.device,
     width: int = 1,
+    masked: Collection[int] | None = (),
 ) -> Layout:
-    """The layout of rows `row_numbers` of a step's sampled rows; `slots` and `params` are theirs. With a `width` a row is one place of so many."""
-    places = [number % width for number in row_numbers]
-    biased = [(row, p.bias) for row, p in enumerate(params) if p.bias is not None]
+    """The layout of these places among a step's sampled rows; `slots` and `params` are theirs. With a `width` a row is one place of so many.
+
+    Rows whose logits change are those whose parameters say so and those that are `masked`; None: all.
+    """
+    found = list(zip(places, slots, params, strict=True))
+    changed = found if masked is None else [one for one in found if one[2].changes or one[0] in masked]
+    row_numbers, own_slots, own = [list(one) for one in zip(*changed, strict=True)] if changed else ([], [], [])
+    biased = [(row, p.bias) for row, p in enumerate(own) if p.bias is not None]
     return Layout(
-        row_numbers=list(row_numbers),
+        row_numbers=row_numbers,
         index=to_device(row_numbers, torch.int64, device),
-        logprobs=_logprob_rows(row_numbers, params, device),
-        allowed=_allowed_rows(params, vocab_size, device),
-        bad_words=_bad_word_rows(row_numbers, slots, params, vocab_size, device, width),
-        held=tuple(
-            HeldRow(row, p.prompt_len + p.min_tokens, tuple(row * vocab_size + token for token in p.held_ids))
-            for row, p in enumerate(params)
-            if p.min_tokens > 0
-        ),
+        logprobs=_logprob_rows(places, params, device),
+        allowed=_allowed_rows(own, device),
+        bad_words=_bad_word_rows(row_numbers, own_slots, own, vocab_size, device, width),
+        held=_held_rows(row_numbers, own, vocab_size, device),
         bias_flat=torch.cat([bias.ids + row * vocab_size for row, bias in biased]) if biased else None,
         bias_values=torch.cat([bias.values for _, bias in biased]) if biased else None,
-        penalties=_penalty_rows(slots, places, params, vocab_size, device),
-        errors={row: p.error for row, p in zip(row_numbers, params, strict=True) if p.error is not None},
+        penalties=_penalty_rows(row_numbers, own_slots, own, vocab_size, device, width),
+        errors={place: p.error for place, p in zip(places, params, strict=True) if p.error is not None},
     )
 
 
@@ -135,19 +137,29 @@ def _logprob_rows(row_numbers: Sequence[int], params: Sequence[SlotParams], devi
     rows = [row for row, p in enumerate(params) if p.logprobs is not None]
     if not rows:
         return None
-    return LogprobRows(
-        [row_numbers[row] for row in rows],
-        to_device(rows, torch.int64, device),
-        [params[row].logprobs or 0 for row in rows],
-    )
+    numbers = [row_numbers[row] for row in rows]
+    both = to_device([numbers, rows], torch.int64, device)
+    return LogprobRows(numbers, both[0], both[1], [params[row].logprobs or 0 for row in rows])
 
 
-def _allowed_rows(params: Sequence[SlotParams], vocab_size: int, device: torch.device) -> AllowedRows | None:
+def _allowed_rows(params: Sequence[SlotParams], device: torch.device) -> AllowedRows | None:
     found = [(row, p.allowed) for row, p in enumerate(params) if p.allowed is not None]
     if not found:
         return None
-    flat = torch.cat([ids + i * vocab_size for i, (_, ids) in enumerate(found)])
-    return AllowedRows(to_device([row for row, _ in found], torch.int64, device), flat)
+    return AllowedRows(
+        to_device([row for row, _ in found], torch.int64, device), torch.stack([one for _, one in found])
+    )
+
+
+def _held_rows(
+    row_numbers: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device
+) -> HeldRows | None:
+    found = [(row, p.prompt_len + p.min_tokens, p.held_ids) for row, p in enumerate(params) if p.min_tokens > 0]
+    if not found:
+        return None
+    each = [(row * vocab_size + token, row_numbers[row], until) for row, until, ids in found for token in ids]
+    tensors = to_device(list(zip(*each, strict=True)), torch.int64, device)
+    return HeldRows(tuple((row_numbers[row], until) for row, until, _ in found), *tensors)
 
 
 def _bad_word_rows(
@@ -179,24 +191,24 @@ def _bad_word_rows(
 
 
 def _penalty_rows(
-    slots: Sequence[int], places: Sequence[int], params: Sequence[SlotParams], vocab_size: int, device: torch.device
+    row_numbers: Sequence[int],
+    slots: Sequence[int],
+    params: Sequence[SlotParams],
+    vocab_size: int,
+    device: torch.device,
+    width: int,
 ) -> PenaltyRows | None:
-    found = [(row, p.penalties) for row, p in enumerate(params) if p.penalties is not None]
-    if not found:
+    some = [row for row, p in enumerate(params) if p.penalties is not None]
+    if not some:
         return None
-
-    def column(values: list[float], off: float) -> torch.Tensor | None:
-        if all(value == off for value in values):
-            return None
-        return to_device(values, torch.float32, device)[:, None]
-
-    slot_ids = to_device([slots[row] for row, _ in found], torch.int64, device)
-    return PenaltyRows(
-        rows=to_device([row for row, _ in found], torch.int64, device),
-        state_start=slot_ids * vocab_size,
-        slots=slot_ids,
-        places=to_device([places[row] for row, _ in found], torch.int64, device),
-        repetition=column([p.repetition for _, p in found], 1.0),
-        frequency=column([p.frequency for _, p in found], 0.0),
-        presence=column([p.presence for _, p in found], 0.0),
+    factors = [
+        (p.penalties.repetition, p.penalties.frequency, p.penalties.presence)
+        if p.penalties is not None
+        else (1.0, 0.0, 0.0)
+        for p in params
+    ]
+    both = to_device([list(slots), [number % width for number in row_numbers]], torch.int64, device)
+    theirs = to_device(
+        [[row_numbers[row] for row in some], [slots[row] * vocab_size for row in some]], torch.int64, device
     )
+    return PenaltyRows(Penalties(both[0], to_device(factors, torch.float32, device), both[1]), *theirs)

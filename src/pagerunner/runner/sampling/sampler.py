@@ -27,13 +27,15 @@ import torch
 from pagerunner import limits
 from pagerunner.errors import InvalidRequestError
 from pagerunner.ops.async_copy import BestCopies, BestCopy, ToHost, bits_to_device, to_device
+from pagerunner.ops.logprobs import gather_logprobs
 from pagerunner.ops.mask import allow_bits
+from pagerunner.ops.penalties import penalized
 from pagerunner.ops.sample import WORDS, SlotSettings, sample
 from pagerunner.ops.tables import write_entries
 from pagerunner.ops.vocab_pick import DrawnRows
-from pagerunner.runner.sampling.layout import Layout, LogprobRows, build_layout
-from pagerunner.runner.sampling.logprobs import NUM_REPORTED, gather_logprobs, to_token_logprobs
-from pagerunner.runner.sampling.processors import allow_only, ban_words, penalize
+from pagerunner.runner.sampling.layout import HeldRows, Layout, LogprobRows, build_layout
+from pagerunner.runner.sampling.logprobs import NUM_REPORTED, to_token_logprobs
+from pagerunner.runner.sampling.processors import ban_words
 from pagerunner.runner.sampling.slots import AllowedIds, SlotParams, broken_slot, compile_slot
 from pagerunner.runner.sampling.vocabulary import DividedVocabulary
 from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
@@ -41,7 +43,7 @@ from pagerunner.types import NO_TOKEN_ALLOWED, SlotInit, TokenLogprobs
 logger = logging.getLogger(__name__)
 
 _LEAST_LAYOUTS = 32
-_ODD_ROWS_AT_ONCE = 64  # rows whose logits are copied as float32 and changed at once
+_ODD_ROWS_AT_ONCE = 256  # rows whose logits are copied as float32 and changed at once
 
 BAD_LOGITS = (
     "The model's logits hold NaN or infinity, so no token can be sampled. In float16, numbers of models made for bfloat16 overflow: "
@@ -88,9 +90,10 @@ class Sampled:
     """
 
     token_ids: torch.Tensor
-    copy: ToHost | BestCopy
+    copy: BestCopy
     logprob_rows: Sequence[LogprobRows]
     known_errors: dict[int, str]
+    reports: ToHost | None = None
     new_drafts: ToHost | None = None
     _read: tuple[list[int], list[TokenLogprobs | None], dict[int, str]] | None = None
 
@@ -112,7 +115,8 @@ class Sampled:
 
     def _fetch(self) -> tuple[list[int], list[TokenLogprobs | None], dict[int, str]]:
         if self._read is None:
-            tokens, best, *lists = self.copy.lists()
+            tokens, best = self.copy.lists()
+            lists = [] if self.reports is None else self.reports.lists()
             logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
             for part, wanted in enumerate(self.logprob_rows):
                 report = lists[part * NUM_REPORTED : (part + 1) * NUM_REPORTED]
@@ -160,17 +164,21 @@ class Sampler:
         self._seen = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int32, device=self._device)
         # Latest generated tokens, newest last: what the last token of a bad word may follow.
         self._recent = torch.full((max_num_seqs, _recent_width()), -1, dtype=torch.int32, device=self._device)
-        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...], int], Layout] = {}
+        self._layouts: dict[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]], Layout] = {}
         # those of two steps in which all places are odd: were there fewer, none would be found again
         places = max_num_seqs * (1 + num_drafts)
         self._most_layouts = max(_LEAST_LAYOUTS, 2 * -(-places // _ODD_ROWS_AT_ONCE))
         self._best_copies = BestCopies(places, self._device)
-        self._bounds = num_drafts > 0  # lengths that come from the host
 
     @property
     def is_divided(self) -> bool:
         """Whether logits are those of one of several ranks."""
         return self._vocabulary is not None
+
+    @property
+    def whole_mask(self) -> bytes:
+        """A mask that allows all tokens; see ops/mask.py."""
+        return b"\xff" * 4 * -(-self._vocab_size // 32)
 
     @staticmethod
     def state_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -259,20 +267,20 @@ class Sampler:
         layouts: list[Layout] = []
         errors: dict[int, str] = {}
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
-            layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows)
+            layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows, masks)
             theirs = _by_place(masks, layout.row_numbers, rows.width)
-            reports += self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
+            (tokens_S, best_S), report = self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
+            reports += report
             layouts.append(layout)
             errors.update(layout.errors)
-            again |= layout.changes_logits or bool(theirs) or self._vocabulary is not None
+            again |= bool(layout.row_numbers)
         if drawn is None or again:
             found_S = tokens_S if settle is None else settle(tokens_S)
         for layout in layouts:
             self._remember(layout, found_S, rows.width)
-        if not odd:
-            return Sampled(found_S, self._best_copies.copy(found_S, best_S), (), {})
-        copy = ToHost((found_S, best_S, *reports), self._device)
-        return Sampled(found_S, copy, [one.logprobs for one in layouts if one.logprobs is not None], errors)
+        copy = self._best_copies.copy(found_S, best_S)
+        wanted = [one.logprobs for one in layouts if one.logprobs is not None]
+        return Sampled(found_S, copy, wanted, errors, ToHost(tuple(reports), self._device) if reports else None)
 
     def _odd_rows(self, rows: SampledRows, masks: Masks) -> list[int]:
         """Places of rows that ask for more than their settings say."""
@@ -303,21 +311,23 @@ class Sampler:
                 if place not in others
             ]
             if some:
-                index_N = self._layout(some, rows).index
+                index_N = self._layout(some, rows, {}).index
                 own = every if len(some) == len(rows.slots_S) else tuple(one.index_select(0, index_N) for one in every)
                 logits_NO, *drawn = own
                 found[0].index_copy_(0, index_N, draw(logits_NO, DrawnRows(*drawn, self.settings)))
                 drew = True
         return drew
 
-    def _layout(self, odd: Sequence[int], rows: SampledRows) -> Layout:
+    def _layout(self, odd: Sequence[int], rows: SampledRows, masks: Masks) -> Layout:
         slots, width = rows.slots, rows.width
-        key = (tuple(odd), tuple(slots[place // width] for place in odd), width)
+        masked = tuple(place for place in odd if place // width in masks) if masks else ()
+        key = (tuple(odd), tuple(slots[place // width] for place in odd), width, masked)
         layout = self._layouts.get(key)
         if layout is None:
             params = [p for p in map(self._params.__getitem__, key[1]) if p is not None]
             assert len(params) == len(odd), "a slot was sampled that holds no request"
-            layout = build_layout(odd, key[1], params, self._vocab_size, self._device, width)
+            changed = masked if self._vocabulary is None else None  # ranks draw for all of them from whole rows
+            layout = build_layout(odd, key[1], params, self._vocab_size, self._device, width, changed)
             if len(self._layouts) >= self._most_layouts:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = layout
@@ -330,69 +340,67 @@ class Sampler:
         rows: SampledRows,
         masks: Mapping[int, bytes],
         found: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        """Sample a layout's rows again, and write their tokens and logits into `found`. Returns what the rows report.
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Sample a layout's rows again, and write their tokens and logits into `found`. Returns that, or what there is in its place if these are all rows, and what the rows report.
 
         `masks` are by the layout's rows."""
-        logits_NV = self.whole(logits_SV.index_select(0, layout.index))
-        wanted = layout.logprobs
-        changes = layout.changes_logits or bool(masks)
-        if changes or wanted is not None:
-            logits_NV = logits_NV.float()
-        raw_LV = None
-        if wanted is not None:  # of the raw logits, safe from what processors do
-            every = len(wanted.row_numbers) == len(layout.row_numbers)
-            raw_LV = logits_NV if every and not changes else logits_NV.index_select(0, wanted.rows)
-        if changes:
-            if masks:
-                masked_M = to_device(list(masks), torch.int64, self._device)
-                allow_bits(logits_NV, masked_M, bits_to_device(list(masks.values()), self._device))
-            self._process(logits_NV, layout, rows)
-        if changes or self._vocabulary is not None:
-            slots_N = rows.slots_S.index_select(0, layout.index)
-            sampled_N = sample(logits_NV, slots_N, rows.positions_S.index_select(0, layout.index), self.settings)
-            for all_S, again_N in zip(found, sampled_N, strict=True):
-                all_S.index_copy_(0, layout.index, again_N)
-        if wanted is None or raw_LV is None:
-            return ()
-        chosen_L = found[0].index_select(0, layout.index.index_select(0, wanted.rows))
-        return gather_logprobs(raw_LV, chosen_L, max(wanted.top))
+        wanted, index_N = layout.logprobs, layout.index
+        source, at_N = logits_SV, index_N
+        if self._vocabulary is not None:
+            source, at_N = (
+                self.whole(logits_SV.index_select(0, index_N)),
+                torch.arange(len(index_N), device=self._device),
+            )
+        if layout.row_numbers:
+            logits_NV = self._changed(source, at_N, layout, rows, masks)
+            if len(index_N) == len(rows.slots_S):
+                found = sample(logits_NV, rows.slots_S, rows.positions_S, self.settings)
+            else:
+                own = (one.index_select(0, index_N) for one in (rows.slots_S, rows.positions_S))
+                for all_S, again_N in zip(found, sample(logits_NV, *own, self.settings), strict=True):
+                    all_S.index_copy_(0, index_N, again_N)
+        if wanted is None:
+            return found, ()
+        chosen_L = found[0].index_select(0, wanted.index)
+        own_L = wanted.index if self._vocabulary is None else wanted.rows
+        return found, gather_logprobs(source, own_L, chosen_L, max(wanted.top))
 
-    def _process(self, logits_NV: torch.Tensor, layout: Layout, rows: SampledRows) -> None:
-        drafts_NK = rows.drafts_NK if rows.width > 1 else None
+    def _changed(
+        self, source: torch.Tensor, at_N: torch.Tensor, layout: Layout, rows: SampledRows, masks: Mapping[int, bytes]
+    ) -> torch.Tensor:
+        """Rows `at_N` of the raw logits, as they are after all processors. The raw ones stay as they are."""
+        drafts_NK, penalties = rows.drafts_NK if rows.width > 1 else None, layout.penalties
+        if not (masks or layout.edits):
+            if penalties is None:  # of several ranks
+                return source
+            return penalized(source, at_N, penalties.of_rows, self._seen, drafts_NK)
+        logits_NV = source.index_select(0, at_N).float()
+        if masks:
+            masked_M = to_device(list(masks), torch.int64, self._device)
+            allow_bits(logits_NV, masked_M, bits_to_device(list(masks.values()), self._device))
         if layout.allowed is not None:
-            allow_only(logits_NV, layout.allowed)
+            allow_bits(logits_NV, layout.allowed.rows, layout.allowed.bits)
         if layout.bad_words is not None:
             ban_words(logits_NV, layout.bad_words, self._recent, drafts_NK)
-        self._hold(logits_NV, layout, rows)
+        if layout.held is not None:
+            self._hold(logits_NV, layout.held, rows)
         if layout.bias_flat is not None and layout.bias_values is not None:
             logits_NV.view(-1).index_add_(0, layout.bias_flat, layout.bias_values)
-        if layout.penalties is not None:
-            penalize(logits_NV, layout.penalties, self._seen, drafts_NK)
+        if penalties is not None:
+            logits_NV = penalized(logits_NV, None, penalties.of_rows, self._seen, drafts_NK)
+        return logits_NV
 
-    def _hold(self, logits_NV: torch.Tensor, layout: Layout, rows: SampledRows) -> None:
-        """Mask what may not be sampled before a row has its least number of tokens."""
-        width = rows.width
-        places = [layout.row_numbers[held.row] for held in layout.held]
-        held = [
-            (flat, place, one.until)
-            for one, place in zip(layout.held, places, strict=True)
-            if rows.lengths[place // width] + place % width < one.until
-            for flat in one.flat_ids
-        ]
-        if not held:
-            return
-        flat_H, place_H, until_H = to_device(list(zip(*held, strict=True)), torch.int64, self._device)
-        if not self._bounds:
-            logits_NV.view(-1).index_fill_(0, flat_H, -math.inf)
-            return
-        early_H = rows.positions_S.index_select(0, place_H) + 1 < until_H
-        logits_NV.view(-1).index_add_(0, flat_H, torch.where(early_H, -math.inf, 0.0))
+    def _hold(self, logits_NV: torch.Tensor, held: HeldRows, rows: SampledRows) -> None:
+        """Mask what may not be sampled before a row has its least number of tokens. With drafts the host has lower bounds of lengths."""
+        lengths, width = rows.lengths, rows.width
+        if any(lengths[place // width] + place % width < until for place, until in held.rows):
+            early_H = rows.positions_S.index_select(0, held.place_H) + 1 < held.until_H
+            logits_NV.view(-1).index_add_(0, held.flat_H, torch.where(early_H, -math.inf, 0.0))
 
     def _remember(self, layout: Layout, found_S: torch.Tensor, width: int) -> None:
         """Penalties and bad words follow the tokens on the device: the host may not know them yet."""
         if layout.penalties is not None:
-            tokens_N = found_S.index_select(0, layout.index.index_select(0, layout.penalties.rows))
+            tokens_N = found_S.index_select(0, layout.penalties.index)
             added_N = torch.full_like(tokens_N, 2, dtype=torch.int32)
             if width > 1:  # what wasn't accepted is below 0
                 added_N.masked_fill_(tokens_N < 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pagerunner.ops.async_copy import to_device
@@ -74,6 +75,12 @@ class SlotParams:
     filters: bool = False
 
     @property
+    def changes(self) -> bool:
+        """Whether the request's logits may be changed before they are sampled."""
+        asks = (self.penalties, self.bias, self.allowed, self.bad_words)
+        return self.min_tokens > 0 or any(value is not None for value in asks)
+
+    @property
     def plain_from(self) -> int:
         """From this position on, the settings alone say all that the request asks for.
 
@@ -92,9 +99,9 @@ def broken_slot(request: EngineRequest, error: str) -> SlotParams:
 
 
 class AllowedIds:
-    """Lists of allowed tokens on the device.
+    """Masks of allowed tokens on the device, as of `ops.mask.allow_bits`.
 
-    All siblings of a request share one list, as long as one of them holds it.
+    All siblings of a request share one, as long as one of them holds it.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -104,11 +111,13 @@ class AllowedIds:
         self._latest: weakref.ref[torch.Tensor] | None = None
 
     def tensor(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """int64 [len(ids)]. Raises InvalidRequestError for an id outside the vocabulary."""
+        """int32 [W]. Raises InvalidRequestError for an id outside the vocabulary."""
         found = None if self._latest is None or ids is not self._ids else self._latest()
         if found is None:
             in_vocabulary("allowed_token_ids", ids, self._vocab_size)
-            found = to_device(list(ids), torch.int64, self._device)
+            bits = np.zeros(-(-self._vocab_size // 32) * 32, dtype=np.bool_)
+            bits[list(ids)] = True
+            found = to_device(np.packbits(bits, bitorder="little").view(np.int32), torch.int32, self._device)
             self._ids, self._latest = ids, weakref.ref(found)
         return found
 
