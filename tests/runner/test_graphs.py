@@ -198,6 +198,9 @@ def test_a_layers_weights_are_those_that_a_token_meets(tmp_path: Path, monkeypat
     model = build.build_model(resolved.model, "bfloat16", "cpu")
     attention, expert = 2048 * (32 + 2 * 4 + 32) * 128, 3 * 2048 * 768
     assert build._layer_weights(model) == attention + 8 * expert
+    stage = build.build_model(resolved.model, "bfloat16", "cpu")
+    stage.keep(range(1))
+    assert build._layer_weights(stage) == attention + 8 * expert
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 128 * 8 * (2048 + 768) * 2 * 5000))
     device, config = torch.device("cuda"), msgspec.structs.replace(resolved.config, max_num_batched_tokens=8192)
     assert build._most_with_experts(config, model, resolved.plan, device) == 5000

@@ -298,9 +298,8 @@ class StepGraphs:
                 # How many adapters there are, the device knows; few rows of these share pages. Those of experts are many launches in each layer.
                 some = [replace(key, adapters=True) for key in keys if _for_any_rows(key, sharing)]
                 keys += some
-                if (
-                    builder.adapters.may_be_of_experts
-                ):  # the largest take long to capture: this kind of them serves all steps
+                if builder.adapters.may_be_of_experts:
+                    # The largest take long to capture: this kind of them serves all steps.
                     keys = [key for key in keys if key.decode or key.tokens <= MOST_MIXED_OF_EXPERTS]
                     keys += [replace(key, experts=True) for key in some]
         self.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.rows, key.no_shared_prefix), reverse=True))

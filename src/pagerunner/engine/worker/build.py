@@ -43,6 +43,7 @@ from pagerunner.models.checkpoint.panels import store_in_panels
 from pagerunner.models.checkpoint.ranks import build_share, join_ranks, share_of_drafter, token_ids
 from pagerunner.models.checkpoint.weight_copy import ThreadStagers, copy_now
 from pagerunner.models.configs.base import ModelConfig
+from pagerunner.models.decoder import elsewhere
 from pagerunner.ops import numerics
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
@@ -330,7 +331,7 @@ def _layer_weights(model: Model) -> int:
     rounded = sum(one.most_weights for one in linears if any(rounds(stored, one.dtype) for stored in one.stored))
     weights = sum(one.most_weights for one in linears) - rounded // 3
     weights += sum(3 * active * one.sizes.features * one.sizes.inner // one.ranks for one in experts)
-    return weights // max(len(model.model.layers), 1)
+    return weights // max(sum(layer is not elsewhere for layer in model.model.layers), 1)
 
 
 def _experts_of(model: Model) -> tuple[int, list[moe.Experts]]:
