@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 CASES = [
     ("int4 bf16 128", 1000, 2048), ("int4 bf16 128 zeros", 1536, 4096), ("int4 f16 128 zeros", 192, 2816), ("int4 f16 128", 48, 384),
     ("int4 bf16 256", 208, 2048), ("int4 bf16 all", 2880, 2880), ("int4 bf16 all zeros", 576, 160), ("int4 bf16 128", 128, 12_288),
-    ("int4 bf16 32", 208, 2880), ("int4 f16 64", 576, 1088), ("e2m1 e8m0 32", 1000, 2880), ("e2m1 e4m3 16 rows", 1536, 4096), ("e2m1 e4m3 16", 48, 160),
-    ("fp8 row", 1000, 2064), ("fp8 block", 1536, 4096), ("int8 row", 576, 160), ("int8 group 128", 208, 2816), ("int8 group 256", 48, 12_288),
+    ("int4 bf16 32", 208, 2880), ("int4 f16 64", 576, 1088), ("int4 bf16 64 zeros", 208, 2880), ("int4 f16 32 zeros", 576, 1088), ("e2m1 e8m0 32", 1000, 2880), ("e2m1 e4m3 16 rows", 1536, 4096), ("e2m1 e4m3 16", 48, 160),
+    ("fp8 row", 1000, 2064), ("fp8 block", 1536, 4096), ("int8 row", 576, 160), ("int8 group 128", 208, 2816), ("int8 group 256", 48, 12_288), ("int8 group 32", 208, 2880), ("int8 group 64", 576, 1088), ("fp8 block 8x32", 48, 416),
 ]  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("form", "outputs", "inputs"), CASES)
-@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 48, 96, 133, 160, 192, 250])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 17, 48, 72, 96, 133, 160, 192, 250])
 def test_products(form: str, outputs: int, inputs: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operation, with a bias, and added; outputs that nobody wrote would be NaN."""
     matrix = on_device(form, outputs, inputs)
@@ -97,13 +97,22 @@ def test_long_rows_with_zero_points(outputs: int, inputs: int, tokens: int) -> N
 
 
 @pytest.mark.parametrize(
-    "form", ["int4 bf16 128", "int4 bf16 32", "e2m1 e8m0 32", "e2m1 e4m3 16", "int8 group 128", "fp8 block"]
+    "form",
+    [
+        "int4 bf16 128",
+        "int4 bf16 32",
+        "int4 bf16 64 zeros",
+        "e2m1 e8m0 32",
+        "e2m1 e4m3 16",
+        "int8 group 128",
+        "fp8 block",
+    ],
 )
 def test_weights_are_exact(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One input feature at a time: each output is a weight, which is rounded once."""
     monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 0)
     matrix = on_device(form, 256, 256)
-    if form == "int8 group 128":  # a scale that was a number of 16 bits
+    if form.startswith("int8"):  # a scale that was a number of 16 bits
         matrix = matrix._replace(scales=matrix.scales.half().float())
     eye = torch.eye(256, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(linear(eye, matrix), dense(matrix, torch.bfloat16).T)

@@ -118,7 +118,7 @@ def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
         "y_ptr": "*" + name if done else "*fp32",
     }
     constants = {
-        "G": (0 if factors else 128) if eight else matrix.group,
+        "G": (0 if factors else matrix.block[1]) if eight else matrix.group,
         "BO": matrix.block[0] if eight else 1,
         "BT": tokens,
         "MORE": more,

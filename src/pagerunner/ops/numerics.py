@@ -43,7 +43,7 @@ class ProductBorders(NamedTuple):
     early_int4_tokens: int = 5
     """From so many on `linear_wide` has MXFP4 and NVFP4, and int4. With fewer, codes that go straight into registers were faster."""
     early_other_tokens_4: int = 1
-    early_other_tokens_8: int = 5
+    early_other_tokens_8: int = 9
     """The same for codes of 4 bits that no kernel brings straight into registers, and for those of 8 bits whose inputs stay as they are."""
     library_tokens: int = 32
     library_tiles: int = 64

@@ -15,6 +15,7 @@ import pytest
 
 from helpers.effort import share_of_the_day
 from pagerunner.attention.paged_sparse import SHARED_MEMORY
+from pagerunner.ops.kernels.linear_wide import SIZES
 from pagerunner.ops.kernels.lora import EXPAND_WARPS, SHRINK_WARPS, expand_warps
 from pagerunner.ops.kernels.vectors_attention import CLUSTER
 
@@ -85,10 +86,18 @@ def wide_cases() -> list[tuple[Any, ...]]:
     forms = [
         (name, form)
         for name in ("bf16", "fp16")
-        for form in ("int4 f16 128", "int4 f16 128 zeros", "int4 f16 32", "fp8 row", "fp8 block", "int8 group 128")
+        for form in (
+            "int4 f16 128",
+            "int4 f16 128 zeros",
+            "int4 f16 32",
+            "int4 f16 64 zeros",
+            "fp8 row",
+            "fp8 block",
+            "int8 group 128",
+        )
     ]
     forms += [("bf16", "e2m1 e8m0 32"), ("bf16", "e2m1 e4m3 16 rows")]
-    sizes = itertools.product((16, 32, 64, 96, 128, 160, 192), (2, 3))
+    sizes = itertools.product(SIZES, (2, 3))
     wide = [
         ("wide", *form, *size)
         for size in sizes

@@ -108,7 +108,7 @@ def test_which_matrices_are_read():
     assert reads(single, stored("int4 f16 128", 48, 384)) and reads(half, stored("int4 bf16 all", 48, 288))
     assert not reads(half, stored("int4 f16 128", 48, 384)), "such a scale isn't a number of the activations' dtype"
     assert reads(half, stored("int4 bf16 64", 48, 384)) and reads(single, stored("int4 f16 32", 48, 384))
-    assert not reads(half, stored("int4 bf16 64 zeros", 48, 384)) and not reads(half, stored("int4 bf16 192", 48, 384))
+    assert reads(half, stored("int4 bf16 64 zeros", 48, 384)) and not reads(half, stored("int4 bf16 192", 48, 384))
     assert reads(half, stored("e2m1 e8m0 32", 48, 384)) and reads(half, stored("e2m1 e4m3 16 rows", 48, 384))
     assert not reads(single, stored("e2m1 e8m0 32", 48, 384)), "float16 has no room for scales times 2 ** 64"
     assert not reads(half, stored("e2m1 f16 32", 48, 384)) and not reads(half, stored("int4 bf16 128 rows", 48, 384))
@@ -116,7 +116,8 @@ def test_which_matrices_are_read():
     assert reads(half, stored("fp8 block", 48, 384)) and not reads(half, stored("fp8 row", 48, 392)), (
         "the copy engine's rows are of 16 bytes"
     )
-    assert not reads(half, stored("int8 group 64", 48, 384)) and not reads(half, stored("fp8 block 8x32", 48, 384))
+    assert reads(half, stored("int8 group 64", 48, 384)) and reads(half, stored("fp8 block 8x32", 48, 384))
+    assert not reads(half, stored("int8 group 96", 48, 384)) and not reads(half, stored("int8 group 16", 48, 384))
     assert not reads(torch.float32, stored("int4 f32 128", 48, 384)) and not reads(
         torch.float32, stored("fp8 row", 48, 384)
     )
@@ -126,7 +127,7 @@ def test_which_matrices_are_read():
 
 def test_only_measured_versions_and_devices_run_it(monkeypatch):
     matrix = stored("int4 bf16 128", 48, 384)
-    monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384 - 1)
+    monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384)
     assert not linear_wide.serves(64, torch.bfloat16, matrix, torch.device("cpu"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     card = torch.device("cuda", 0)
@@ -136,10 +137,10 @@ def test_only_measured_versions_and_devices_run_it(monkeypatch):
         has_gluon.cache_clear()
         assert linear_wide.serves(64, torch.bfloat16, matrix, card) is want
         assert not linear_wide.serves(linear_wide.MAX_TOKENS + 1, torch.bfloat16, matrix, card)
-        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384)
+        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384 + 1)
         assert not linear_wide.serves(64, torch.bfloat16, matrix, card), "tiles are faster"
         assert linear_wide.serves(32, torch.bfloat16, matrix, card) is want
-        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384 - 1)
+        monkeypatch.setattr(linear_wide, "SMALL_WEIGHTS", 48 * 384)
     has_gluon.cache_clear()
 
 

@@ -179,3 +179,55 @@ def scaled_e2m1(pairs, scales, HIGH: tl.constexpr, dtype: tl.constexpr, WORDS: t
             "=r,=r,r,r,r", [pairs, scales], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     return numbers
+
+
+@triton.jit
+def lifted_int4(scales):
+    """Scales as `scaled_int4` wants them."""
+    if scales.dtype == tl.bfloat16:
+        scales = (scales.to(tl.float32) * 1180591620717411303424.0).to(tl.bfloat16)  # 2 ** 70
+    return scales
+
+
+@triton.jit
+def zero_bits(zeros, dtype: tl.constexpr):
+    """Zero points as `scaled_int4` takes them off."""
+    BASE: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x8000
+    return (zeros.to(tl.uint16) | BASE).to(dtype, bitcast=True)
+
+
+@triton.jit
+def eight_scales(scales):
+    """What `scaled_int4` takes off in bfloat16 without zero points, of scales 2 ** 70 times as large: -8 of them times 2 ** -133."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 m; mov.b16 m, 0x8008; mul.rn.bf16 $0, $1, m; }", "=h,h", [scales], dtype=tl.bfloat16, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_int4(pairs, scales, taken, HIGH: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers of the low or the high nibbles of bytes times scales, by words, in the order of `raw_int4`.
+
+    bfloat16: a nibble is n * 2 ** -133, the scale s * 2 ** 70; `taken` is -8 s * 2 ** -63, or -z * 2 ** -133 if ZEROS. float16: a nibble is
+    1024 + n, the scale s, and `taken` is 1032 or 1024 + z.
+    """
+    shifts: tl.constexpr = "shr.u32 a, $2, 4; shr.u32 b, $2, 12; " if HIGH else "mov.b32 a, $2; shr.u32 b, $2, 8; "
+    if scales.dtype == tl.float16:
+        steps: tl.constexpr = (
+            "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 b, b, 0x000F000F, 0x64006400, 0xEA; "
+            "sub.rn.f16x2 a, a, $5; sub.rn.f16x2 b, b, $6; mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $4; }"
+        )
+    elif ZEROS:
+        steps: tl.constexpr = (
+            "and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; mov.b32 c, 0x3F803F80; "
+            "fma.rn.bf16x2 a, a, c, $5; fma.rn.bf16x2 b, b, c, $6; mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $4; }"
+        )
+    else:
+        steps: tl.constexpr = (
+            "and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; "
+            "fma.rn.bf16x2 $0, a, $3, $5; fma.rn.bf16x2 $1, b, $4, $6; }"
+        )
+    words: tl.constexpr = "{ .reg .b32 a, b, c; " + shifts + steps
+    return tl.inline_asm_elementwise(
+        words, "=r,=r,r,r,r,r,r", [pairs, scales, taken], dtype=scales.dtype, is_pure=True, pack=4
+    )

@@ -20,7 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pagerunner.ops.kernels.codes import E2M1, INT4, INT8, numbers8, scaled_e2m1
+from pagerunner.ops.kernels.codes import (
+    E2M1,
+    INT4,
+    INT8,
+    eight_scales,
+    lifted_int4,
+    numbers8,
+    scaled_e2m1,
+    scaled_int4,
+    zero_bits,
+)
 from pagerunner.ops.kernels.launch import start_next, wait_turn
 
 CODES = gl.constexpr(
@@ -61,35 +71,6 @@ STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 
 
 @gluon.jit
-def _numbers(codes, scale, taken, HIGH: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):
-    """Numbers [64, 64] of the low or the high nibbles of bytes. Of a word of bytes 0 to 3 the first two are those of bytes 0 and 2.
-
-    bfloat16: a nibble is n * 2 ** -133, the scale s * 2 ** 70; `taken` is -8 s * 2 ** -63, or -z * 2 ** -133 if ZEROS. HALF, float16: a nibble is
-    1024 + n, the scale s, and `taken` is 1032 or 1024 + z.
-    """
-    shifts: gl.constexpr = "shr.u32 a, $2, 4; shr.u32 b, $2, 12; " if HIGH else "mov.b32 a, $2; shr.u32 b, $2, 8; "
-    if HALF:
-        steps: gl.constexpr = (
-            "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; lop3.b32 b, b, 0x000F000F, 0x64006400, 0xEA; "
-            "sub.rn.f16x2 a, a, $5; sub.rn.f16x2 b, b, $6; mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $4; }"
-        )
-    elif ZEROS:
-        steps: gl.constexpr = (
-            "and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; mov.b32 c, 0x3F803F80; "
-            "fma.rn.bf16x2 a, a, c, $5; fma.rn.bf16x2 b, b, c, $6; mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $4; }"
-        )
-    else:
-        steps: gl.constexpr = (
-            "and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; "
-            "fma.rn.bf16x2 $0, a, $3, $5; fma.rn.bf16x2 $1, b, $4, $6; }"
-        )
-    words: gl.constexpr = "{ .reg .b32 a, b, c; " + shifts + steps
-    return gl.inline_asm_elementwise(
-        words, "=r,=r,r,r,r,r,r", [codes, scale, taken], dtype=scale.dtype, is_pure=True, pack=4
-    )
-
-
-@gluon.jit
 def _of_bytes(values):
     """Values of rows [64], or of runs of rows [64, 4], for each byte [64, 64]."""
     if len(values.shape) == 1:
@@ -110,15 +91,20 @@ def _raw_scales(s_ptr, rows, step, num_runs, G: gl.constexpr):
 
 
 @gluon.jit
-def _row_scales(s_ptr, rows, step, num_groups, G: gl.constexpr, BO: gl.constexpr):
-    """The scales of a step's codes of 8 bits, for 64 rows."""
-    group = gl.minimum(step * 128 // G, num_groups - 1)
-    return gl.load(s_ptr + rows // BO * num_groups + group)
+def _byte_scales(s_ptr, rows, step, num_groups, HALF: gl.constexpr, G: gl.constexpr, BO: gl.constexpr):
+    """The scales of half a step's codes of 8 bits: of 64 rows, or of their runs [64, 4] where fewer than 128 columns share one."""
+    at = s_ptr + rows // BO * num_groups
+    if G < 128:
+        columns = step * 128 + HALF * 64 + gl.arange(0, 4, gl.SliceLayout(0, OF_RUNS)) * 16
+        scales = gl.load(at[:, None] + gl.minimum(columns // G, num_groups - 1)[None, :])
+    else:
+        scales = gl.load(at + gl.minimum(step * 128 // G, num_groups - 1))
+    return scales
 
 
 @gluon.jit
 def _lifted(raw, HIGH: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr):
-    """Scales of the low or the high nibbles of runs, as `_numbers` and `scaled_e2m1` want them: times 2 ** 70 for int4 in bfloat16, 2 ** 64 for e2m1."""
+    """Scales of the low or the high nibbles of runs, as `scaled_int4` and `scaled_e2m1` want them: times 2 ** 70 for int4 in bfloat16, 2 ** 64 for e2m1."""
     if FORM == E2M1 and raw.dtype == gl.uint8:
         scales = (gl.minimum(raw.to(gl.int16) + 64, 255) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
     elif FORM == E2M1:  # e4m3's bits in place are 2 ** -120 of the number
@@ -128,10 +114,8 @@ def _lifted(raw, HIGH: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr):
             "{ .reg .b16 a, m; mov.b16 m, 0x6D80; mul.rn.bf16 a, $1, m; mul.rn.bf16 $0, a, m; }", "=h,h",
             [bits.to(gl.int16).to(gl.bfloat16, bitcast=True)], dtype=gl.bfloat16, is_pure=True, pack=1,
         )  # fmt: skip
-    elif dtype == gl.float16:
-        scales = raw
     else:
-        scales = (raw.to(gl.float32) * 1180591620717411303424.0).to(dtype)  # 2 ** 70
+        scales = lifted_int4(raw)
     return scales
 
 
@@ -145,18 +129,16 @@ def _operand(numbers, layout: gl.constexpr):
 @gluon.jit
 def _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G: gl.constexpr, C: gl.constexpr,
                  HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
-    """Bring scales and zero points of all steps of 64 rows into shared memory, as `_numbers` wants them, [steps C, 64]."""
+    """Bring scales and zero points of all steps of 64 rows into shared memory, as `scaled_int4` wants them, [steps C, 64]."""
     dtype: gl.constexpr = s_smem.dtype
     factor: gl.constexpr = 1.0 if HALF else 1180591620717411303424.0  # 2 ** 70
-    base: gl.constexpr = 0x6400 if HALF else 0x8000
     rows = gl.minimum(feature + gl.arange(0, 64, LINE), num_features - 1).to(gl.int64) * num_groups
     last = first + steps - 1
     for begin in range(0, steps, BATCH):
         scales, zeros = (), ()
         for j in gl.static_range(BATCH):
-            group = gl.minimum(
-                gl.minimum(first + begin + j, last) * 128 // G, num_groups - 1
-            )  # the last step may be none
+            step = gl.minimum(first + begin + j, last)  # the last step may be none
+            group = gl.minimum(step * 128 // G, num_groups - 1)
             scales = scales + (gl.load(s_ptr + rows + group),)
             if ZEROS:
                 zeros = zeros + (gl.load(z_ptr + rows + group),)
@@ -164,21 +146,21 @@ def _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_fea
             place = (begin + j) * C + c
             s_smem.index(place).store((scales[j].to(gl.float32) * factor).to(dtype))
             if ZEROS:
-                z_smem.index(place).store((zeros[j].to(gl.uint16) | base).to(dtype, bitcast=True))
+                z_smem.index(place).store(zero_bits(zeros[j], dtype))
     gl.thread_barrier()
 
 
 @gluon.jit
-def _taken(scale, z_smem, place, HALF: gl.constexpr, ZEROS: gl.constexpr):
-    """What `_numbers` takes off, for 64 rows or their runs."""
-    if ZEROS:
+def _taken(scale, zero, z_smem, place, HALF: gl.constexpr, ZEROS: gl.constexpr):
+    """What `scaled_int4` takes off, for 64 rows, or for their runs with the zero points `zero`."""
+    if ZEROS and len(scale.shape) == 2:
+        taken = zero_bits(zero, scale.dtype)
+    elif ZEROS:
         taken = z_smem.index(place).load(ROWS)
     elif HALF:
         taken = gl.full(scale.shape, 1032.0, gl.float16, scale.type.layout)
     else:
-        taken = gl.inline_asm_elementwise(
-            "{ .reg .b16 m; mov.b16 m, 0x8008; mul.rn.bf16 $0, $1, m; }", "=h,h", [scale], dtype=gl.bfloat16, is_pure=True, pack=1
-        )  # fmt: skip
+        taken = eight_scales(scale)
     return taken
 
 
@@ -213,7 +195,7 @@ def _ended(acc, more, MORE: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _scales(raw, s_smem, z_smem, place, HIGH: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+def _scales(raw, zero, s_smem, z_smem, place, HIGH: gl.constexpr, G: gl.constexpr, FORM: gl.constexpr, dtype: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
     """Scales and what is taken off, of a step's bytes; nothing where scales multiply whole rows' sums (G is 0)."""
     if FORM < INT4:
         scale = raw
@@ -223,7 +205,7 @@ def _scales(raw, s_smem, z_smem, place, HIGH: gl.constexpr, G: gl.constexpr, FOR
         scale = s_smem.index(place).load(ROWS)
     taken = scale
     if FORM == INT4:
-        taken = _taken(scale, z_smem, place, HALF, ZEROS)
+        taken = _taken(scale, zero, z_smem, place, HALF, ZEROS)
     if G > 0:
         scale, taken = _of_bytes(scale), _of_bytes(taken)
     return scale, taken
@@ -254,7 +236,7 @@ def _converted(codes, scale, taken, HIGH: gl.constexpr, G: gl.constexpr, FORM: g
     if FORM == E2M1:
         numbers = scaled_e2m1(codes, scale, HIGH, gl.bfloat16, True)
     elif FORM == INT4:
-        numbers = _numbers(codes, scale, taken, HIGH, dtype == gl.float16, ZEROS)
+        numbers = scaled_int4(codes, scale, taken, HIGH, ZEROS)
     elif G > 0:
         numbers = _scaled8(codes, scale, FORM, dtype)
     else:
@@ -275,7 +257,7 @@ def _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, emp
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         own = (slot * C + c) * (2 if FORM < INT4 else 1)
         codes = w_smem.index(own).load(CODES)
-        scale, taken = _scales(raws[u], s_smem, z_smem, place, False, G, FORM, dtype, HALF, ZEROS)
+        scale, taken = _scales(raws[u], raws[len(raws) - 2 + u], s_smem, z_smem, place, False, G, FORM, dtype, HALF, ZEROS)  # fmt: skip
         low = _converted(codes, scale, taken, False, G, FORM, ZEROS, operand, dtype)
         acc, more = _multiply(low, acc, more, x_smem, more_smem, slot * 2, more_operand, MORE)
         if u > 0:
@@ -283,8 +265,8 @@ def _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, emp
             mbarrier.arrive(empty.index((i - 1) % STAGES))
         if FORM < INT4:
             codes = w_smem.index(own + 1).load(CODES)
-        if G == 16:
-            scale, taken = _scales(raws[u], s_smem, z_smem, place, True, G, FORM, dtype, HALF, ZEROS)
+        if G == 16 or (FORM < INT4 and G > 0 and G < 128):
+            scale, taken = _scales(raws[len(raws) - 2 + u], raws[u], s_smem, z_smem, place, True, G, FORM, dtype, HALF, ZEROS)  # fmt: skip
         high = _converted(codes, scale, taken, True, G, FORM, ZEROS, operand, dtype)
         acc, more = _multiply(high, acc, more, x_smem, more_smem, slot * 2 + 1, more_operand, MORE)
         acc, more = _ended(acc, more, MORE, 0 if u == 1 else LAST)
@@ -320,13 +302,17 @@ def _store(acc, r_ptr, bias_ptr, y_ptr, feature, token, num_tokens, num_features
 
 
 @gluon.jit
-def _ahead(raws, s_ptr, rows, step, num_groups, G: gl.constexpr, BO: gl.constexpr, FORM: gl.constexpr):
-    """The scales of two steps that threads read themselves; `raws` where there are none."""
+def _ahead(raws, s_ptr, z_ptr, rows, step, num_groups, G: gl.constexpr, BO: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
+    """What threads read themselves for two steps: scales, then zero points or second halves' scales; `raws` where there are none."""
     if FORM < INT4 and G > 0:
-        raws = _row_scales(s_ptr, rows, step, num_groups, G, BO), _row_scales(s_ptr, rows, step + 1, num_groups, G, BO)
+        raws = _byte_scales(s_ptr, rows, step, num_groups, 0, G, BO), _byte_scales(s_ptr, rows, step + 1, num_groups, 0, G, BO)  # fmt: skip
+        if G < 128:
+            raws = raws + (_byte_scales(s_ptr, rows, step, num_groups, 1, G, BO), _byte_scales(s_ptr, rows, step + 1, num_groups, 1, G, BO))  # fmt: skip
     elif FORM >= INT4 and G < 128:
         num_runs = num_groups * G // 32
         raws = _raw_scales(s_ptr, rows, step, num_runs, G), _raw_scales(s_ptr, rows, step + 1, num_runs, G)
+        if ZEROS:
+            raws = raws + (_raw_scales(z_ptr, rows, step, num_runs, G), _raw_scales(z_ptr, rows, step + 1, num_runs, G))
     return raws
 
 
@@ -335,16 +321,14 @@ def _sums(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_sme
           BO: gl.constexpr, BT: gl.constexpr, MORE: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr, more_operand: gl.constexpr,
           layout: gl.constexpr, more_layout: gl.constexpr, FORM: gl.constexpr, HALF: gl.constexpr, ZEROS: gl.constexpr):  # fmt: skip
     """The sums of a group's rows, over all steps; see `_store` for the power of two that they lack."""
-    of_rows: gl.constexpr = ROWS if FORM < INT4 else gl.SliceLayout(1, OF_RUNS)
+    of_rows: gl.constexpr = ROWS if FORM < INT4 and (G == 0 or G >= 128) else gl.SliceLayout(1, OF_RUNS)
     rows = gl.minimum(feature + gl.arange(0, 64, of_rows), num_features - 1).to(gl.int64)
     if FORM >= INT4 and G >= 128:
         _load_scales(s_ptr, z_ptr, s_smem, z_smem, feature, c, first, steps, num_features, num_groups, G, C, HALF, ZEROS)  # fmt: skip
-    raws = _ahead((c, c), s_ptr, rows, first, num_groups, G, BO, FORM)
+    raws = _ahead((c, c), s_ptr, z_ptr, rows, first, num_groups, G, BO, FORM, ZEROS)
     acc, more = _zeros(BT, MORE, layout, more_layout)
     for i in range(0, steps, 2):
-        after = _ahead(
-            raws, s_ptr, rows, first + i + 2, num_groups, G, BO, FORM
-        )  # the next round's are on their way during this one
+        after = _ahead(raws, s_ptr, z_ptr, rows, first + i + 2, num_groups, G, BO, FORM, ZEROS)  # fmt: skip  # the next round's are on their way during this one
         acc, more = _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
                            G, FORM, HALF, ZEROS)  # fmt: skip
         raws = after
@@ -402,9 +386,8 @@ def _copy(x_desc, more_desc, w_desc, x_smem, more_smem, w_smem, full, empty, fea
             column = (first + i) * 128 + half * 64
             tma.async_copy_global_to_shared(x_desc, [row, column], full.index(slot), x_smem.index(slot * 2 + half))
             if MORE:
-                tma.async_copy_global_to_shared(
-                    more_desc, [row + BT, column], full.index(slot), more_smem.index(slot * 2 + half)
-                )
+                place = more_smem.index(slot * 2 + half)
+                tma.async_copy_global_to_shared(more_desc, [row + BT, column], full.index(slot), place)
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_groups", "total", "steps"])
@@ -439,11 +422,8 @@ def wide_kernel(x_desc, more_desc, w_desc, s_ptr, z_ptr, r_ptr, bias_ptr, y_ptr,
     steps = gl.minimum(steps, total - first)
     steps += steps % 2
     y_ptr += gl.program_id(1) * num_tokens.to(gl.int64) * y_stride
-    c0, c1, c2 = (
-        gl.to_tensor(0),
-        gl.to_tensor(1),
-        gl.to_tensor(2),
-    )  # not constants, so that a group's code is translated once
+    # not constants, so that a group's code is translated once
+    c0, c1, c2 = gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(2)
     # arguments stand in the calls, as a tuple in a variable would make tensors of constants
     if C == 2:
         gl.warp_specialize([

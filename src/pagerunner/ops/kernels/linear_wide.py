@@ -50,8 +50,10 @@ WHOLE_ROWS = 1 << 30
 """Columns that share a scale, where all of a row do: matrices of many sizes have one kernel."""
 MOST_OF_THREE = 160
 """Of so many tokens and 8 bits, three groups have three steps in shared memory."""
+SIZES = 16, 32, 64, 80, 96, 128, 144, 160, 192
+"""Tokens of a tile, for up to so many; more have tiles of 128."""
 SMALL_WEIGHTS, SMALL_TOKENS = 1 << 24, range(33, 129)
-"""With so few weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
+"""With fewer weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
 
 
 class WideConfig(NamedTuple):
@@ -93,15 +95,8 @@ def has_gluon(device: torch.device) -> bool:
 
 @functools.cache
 def say_kernel(
-    of: str,
-    kernel: str,
-    gluon: bool,
-    device: torch.device,
-    heads: int,
-    size: int,
-    dtype: torch.dtype,
-    pages: torch.dtype,
-) -> None:
+    of: str, kernel: str, gluon: bool, device: torch.device, heads: int, size: int, dtype: torch.dtype, pages: torch.dtype
+) -> None:  # fmt: skip
     """Log, once for all layers that are alike, whether `kernel` in Gluon or Triton's own computes attention, and why."""
     found = f"{heads} heads of {size} in {dtype}, pages in {pages}"
     if gluon:
@@ -109,41 +104,34 @@ def say_kernel(
     elif has_gluon(device):
         logger.info("attention to %s: Triton's kernel (%s in Gluon doesn't take %s)", of, kernel, found)
     else:
-        here = f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type} and Triton {triton.__version__}"
-        logger.info(
-            "attention to %s: Triton's kernel (%s in Gluon needs Hopper and Triton %s, here are %s)",
-            of,
-            kernel,
-            VERSIONS[0].rstrip("."),
-            here,
-        )
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        said = "attention to %s: Triton's kernel (%s in Gluon needs Hopper and Triton %s, here are %s and Triton %s)"
+        logger.info(said, of, kernel, VERSIONS[0].rstrip("."), name, triton.__version__)
 
 
 def reads(dtype: torch.dtype, weight_OI: Stored) -> bool:
     """Whether the kernel reads this matrix for activations of this dtype.
 
-    8 bits with scales of 128 columns, a multiple, or whole rows. int4 with scales of that dtype, of as many columns or, without zero points, of 32 or 64.
-    MXFP4 and NVFP4 in bfloat16.
+    8 bits, and int4 with scales of that dtype: scales of 32 columns, 64, a multiple of 128, or whole rows. MXFP4 and NVFP4 in bfloat16.
     """
     inputs, scales = weight_OI.shape[1], weight_OI.scales
     if dtype not in (torch.bfloat16, torch.float16) or weight_OI.codes.data_ptr() % 16 or scales.data_ptr() % 2:
         return False
     if not weight_OI.codes.is_contiguous() or not scales.is_contiguous():
         return False
-    if isinstance(weight_OI, Stored8):
-        return inputs % 16 == 0 and (weight_OI.block[1] % STEP == 0 or weight_OI.block[1] >= inputs)
-    if weight_OI.numbers == "e2m1":
+    if isinstance(weight_OI, Stored4) and weight_OI.numbers == "e2m1":
         form = (scales.dtype, weight_OI.group) in ((torch.uint8, 32), (torch.float8_e4m3fn, 16))
         return form and dtype == torch.bfloat16
-    small = weight_OI.group in (32, 64) and weight_OI.zeros is None
-    groups = weight_OI.group % STEP == 0 or weight_OI.group >= inputs or small
-    return groups and scales.dtype == dtype and weight_OI.rows is None
+    across = weight_OI.block[1] if isinstance(weight_OI, Stored8) else weight_OI.group
+    if across % STEP and across < inputs and across not in (32, 64):
+        return False
+    return inputs % 16 == 0 if isinstance(weight_OI, Stored8) else scales.dtype == dtype and weight_OI.rows is None
 
 
 def serves(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.device) -> bool:
     """Whether the kernel computes products of so many tokens."""
     outputs, inputs = weight_OI.shape
-    if not 0 < tokens <= MAX_TOKENS or (outputs * inputs <= SMALL_WEIGHTS and tokens in SMALL_TOKENS):
+    if not 0 < tokens <= MAX_TOKENS or (outputs * inputs < SMALL_WEIGHTS and tokens in SMALL_TOKENS):
         return False
     return reads(dtype, weight_OI) and has_gluon(device)
 
@@ -155,7 +143,7 @@ def wide_config(tokens: int, weight_OI: Stored, device: torch.device) -> WideCon
     columns, as 192 tokens of Mistral-Large meet them.
     """
     features, inputs = weight_OI.shape
-    size = next((size for size in (16, 32, 64, 96, 128, 160, 192) if tokens <= size), 128)
+    size = next((size for size in SIZES if tokens <= size), 128)
     wide = features >= 16384 and (isinstance(weight_OI, Stored4) or size <= MOST_OF_THREE)
     config = WideConfig(size, 3 if wide else 2, 1)
     tiles = blocks(tokens, size) * blocks(features, config.features)
