@@ -146,7 +146,7 @@ def test_experts(tokens, dtype, activation, features, inner):
 
 FORMS = [
     "fp8 row", "int8 row", "fp8 block", "e2m1 e8m0 32", "e2m1 e4m3 16 rows", "int4 bf16 32", "int4 bf16 32 zeros", "int4 f16 64 zeros",
-    "int4 f16 128", "int4 f16 all",
+    "int4 bf16 128", "int4 f16 128", "int4 f16 all",
 ]  # fmt: skip
 CLAMPED = GatedActivation("clamped_swiglu", 1.0)
 

@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
-from helpers import compiled_latents
+from helpers import compiled_experts, compiled_latents
+from helpers.compiled_experts import ROWS
 from helpers.compiling import gluon
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
@@ -43,12 +44,6 @@ from pagerunner.ops.kernels.linear_held import held_config
 from pagerunner.ops.kernels.linear_held_gluon import held_kernel
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, scale_bytes, stages_of
-from pagerunner.ops.kernels.moe_gluon import many_kernel
-from pagerunner.ops.kernels.moe_lanes import TILE, _wide
-from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
-from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
-from pagerunner.ops.kernels.moe_streams import streams_config
-from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
 from pagerunner.ops.kernels.paged_attention import (
     draft_tiles,
     few_draft_tiles,
@@ -63,40 +58,7 @@ from pagerunner.ops.lora import COPIES
 from pagerunner.ops.numerics import FIXED
 from pagerunner.ops.stored import Stored8
 
-ROWS = NVMMASharedLayout(128, 16, 2)
 SHARED = 227 * 1024
-
-
-def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
-    """Grouped products of `ops/kernels/moe_piped.py`."""
-    box = 128 if gated and kind != 2 else 256
-    types = {
-        "x_desc": f"tensordesc<{name}[64,64],{ROWS!r}>",
-        "w_desc": f"tensordesc<{name}[{box},64],{ROWS!r}>",
-        "x_ptr": "*" + name,
-        "bias_ptr": "*" + name,
-        "out_ptr": "*" + name,
-        "weights_ptr": "*fp32",
-        "limit": "fp32",
-        **dict.fromkeys(("order_ptr", "blocks_ptr", "starts_ptr"), "*i32"),
-    }
-    constants = {
-        "E": 8,
-        "N": 768,
-        "K": 2048,
-        "BOX": box,
-        "STAGES": STAGES,
-        "LAG": LAG,
-        "BIAS": bias,
-        "GATED": gated,
-        "KIND": kind,
-        "WEIGH": not gated,
-        "REGS": MULTIPLY_REGISTERS,
-        "COPY_REGS": COPY_REGISTERS,
-        "PDL": True,
-    }
-    aligned = [name for name, type in types.items() if type[0] == "*"]
-    return gluon(many_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
 def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
@@ -211,90 +173,6 @@ def held(name: str, outputs: int, inputs: int, norm: int, gated: bool) -> dict[s
         "early": config.early,
         "features": config.features,
     }
-
-
-LANES = {
-    "x_ptr": "*bf16",
-    "w_ptr": "*u32",
-    "s_ptr": "*u8",
-    "bias_ptr": "*bf16",
-    "weights_ptr": "*fp32",
-    "order_ptr": "*i32",
-    "starts_ptr": "*i32",
-    "out_ptr": "*bf16",
-    "limit": "fp32",
-}
-
-
-def _lanes(kernel: Any, constants: dict[str, Any], **options: Any) -> dict[str, Any]:
-    names = [name for name in kernel.arg_names if name not in constants]
-    aligned = [name for name in names if name.endswith("expert") or LANES.get(name, "i32")[0] == "*"]
-    return gluon(kernel, LANES, constants, aligned, **options)
-
-
-def arrange(features: int) -> dict[str, Any]:
-    """Inputs in the order of lanes."""
-    constants = {"K": features, "WIDE": _wide(features), "BLOCK": 1024, "PDL": True}
-    return _lanes(arrange_kernel, constants, num_warps=4)
-
-
-def lanes(features: int, inner: int, kind: int, gated: bool) -> dict[str, Any]:
-    """Experts in MXFP4 of `ops/kernels/moe_lanes.py`."""
-    outputs, inputs = (inner, features) if gated else (features, inner)
-    constants = {
-        "E": 32,
-        "BE": 32,
-        "N": outputs,
-        "K": inputs,
-        "WIDE": _wide(inputs),
-        "BM": TILE.pairs,
-        "BN": TILE.rows,
-        "OUT": _wide(outputs) if gated else outputs,
-        "STAGES": TILE.stages,
-        "BIAS": True,
-        "GATED": gated,
-        "KIND": kind,
-        "WEIGH": not gated,
-        "PDL": True,
-    }
-    return _lanes(lanes_kernel, constants, num_warps=TILE.warps, maxnreg=TILE.registers)
-
-
-def streams(features: int, inner: int, each: int, kind: int, gated: bool) -> dict[str, Any]:
-    """Experts in MXFP4 of `ops/kernels/moe_streams.py`, for `each` pairs an expert."""
-    config = streams_config(each * 32, 32)
-    assert config is not None
-    outputs, inputs = (inner, features) if gated else (features, inner)
-    codes = NVMMASharedLayout(64 * config.steps, 32, 2)
-    box = 32 if gated and kind != 2 else 64
-    types = {
-        "x_desc": f"tensordesc<bf16[16,64],{ROWS!r}>",
-        "w_desc": f"tensordesc<i32[{box},{16 * config.steps}],{codes!r}>",
-        "s_ptr": "*u8",
-        "bias_ptr": "*bf16",
-        "weights_ptr": "*fp32",
-        "order_ptr": "*i32",
-        "tiles_ptr": "*i32",
-        "count_ptr": "*i32",
-        "out_ptr": "*bf16",
-        "limit": "fp32",
-    }
-    constants = {
-        "E": 32,
-        "N": outputs,
-        "K": inputs,
-        "OUT": -(-outputs // 128) * 128 if gated else outputs,
-        "WIDTHS": config.widths,
-        "S": config.steps,
-        "STAGES": config.stages,
-        "BIAS": True,
-        "GATED": gated,
-        "KIND": kind,
-        "WEIGH": not gated,
-        "PDL": True,
-    }
-    aligned = [name for name, type in types.items() if type[0] == "*"]
-    return gluon(streams_kernel, types, constants, aligned, num_warps=4, launch_pdl=True)
 
 
 def few(group: int, dim: int, early: bool, norm: bool, parts: int = 1) -> dict[str, Any]:
@@ -590,7 +468,7 @@ def route(experts: int, active: int, tokens: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     knobs.nvidia.dump_ptxas_log = True
-    kinds = {**vars(compiled_latents), **globals()}
+    kinds = {**vars(compiled_latents), **vars(compiled_experts), **globals()}
     for kind, *arguments in json.loads(sys.argv[1]):
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:

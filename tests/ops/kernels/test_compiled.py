@@ -42,7 +42,8 @@ ADAPTED_ROWS = [
 ADAPTERS, ADAPTED_ROWS = ([one[at] for at in share_of_the_day(len(one), len(one))] for one in (ADAPTERS, ADAPTED_ROWS))
 ROUTES = [("route", 16, 1, 8), ("route", 8, 1, 24)]
 """With one expert of a token (Llama 4) Triton 3.6 couldn't compile what its layouts made of a mask of the pairs that are stored."""
-SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in MXFP4: features, inner features
+SHAPES = [(2880, 2880), (2048, 768), (608, 352)]  # of experts in 4 bits: features, inner features
+FORMS = ["mxfp4", "nvfp4", "int4"]  # few pairs of int4 have other kernels
 
 
 SORTS = 6
@@ -61,22 +62,23 @@ def turns_of_two(cases: list[Any], days: tuple[int, int]) -> list[Any]:
 
 
 def lanes_cases() -> list[tuple[Any, ...]]:
-    """One shape: its second product, and its first with one of the two gates."""
-    shapes = [(SHAPES[number % 3], 2 * (number % 2)) for number in range(6)]
+    """One shape: its second product, and its first with one of the two gates; codes in one of their forms."""
+    shapes = [(SHAPES[number % 3], 2 * (number % 2), FORMS[(number + number // 3) % 2]) for number in range(6)]
     cases = [
         case
-        for shape, gate in turns(shapes, 1)
-        for case in (("arrange", shape[0]), ("lanes", *shape, gate, True), ("lanes", *shape, 0, False))
+        for shape, gate, form in turns(shapes, 1)
+        for case in (("arrange", shape[0]), ("lanes", *shape, gate, True, form), ("lanes", *shape, 0, False, form))
     ]
     return list(dict.fromkeys(cases))
 
 
 def streams_cases() -> list[tuple[Any, ...]]:
-    """One shape, the least of them too, tile and product."""
+    """One shape, the least of them too, tile, product and form."""
     products = (0, True), (2, True), (0, False)
     shapes = *SHAPES[:2], (224, 128)
     cases = [
-        ("streams", *shape, each, *product) for shape, each, product in itertools.product(shapes, (40, 100), products)
+        ("streams", *shape, each, *product, FORMS[number % 4 % 3])
+        for number, (shape, each, product) in enumerate(itertools.product(shapes, (40, 100), products))
     ]
     return turns(cases, 3)
 

@@ -64,18 +64,25 @@ def test_tiles_are_all_pairs_of_their_experts(tokens, size):
     assert tiles[: int(tiles[-1, 0]), :3].tolist() == want
 
 
-def test_only_mxfp4_in_one_piece_is_served(monkeypatch):
+def test_only_known_forms_in_one_piece_are_served(monkeypatch):
     codes, scales = torch.zeros(2, 256, 64, dtype=torch.uint8), torch.zeros(2, 256, 4, dtype=torch.uint8)
     whole, cut = Stored4(codes, scales, 32, "e2m1"), Stored4(codes[:, :, :32], scales[:, :, :2], 32, "e2m1")
     assert not serves_streams(whole)  # not on a card
-    monkeypatch.setattr(moe_lanes, "has_gluon", lambda device: True)
+    monkeypatch.setattr(moe_streams, "has_gluon", lambda device: True)
     assert serves_streams(whole) and not serves_streams(cut)
+    int4 = Stored4(codes, torch.zeros(2, 256, 1, dtype=torch.bfloat16), 128, "int4")
+    assert serves_streams(int4) and serves_streams(int4._replace(scales=scales.bfloat16(), group=32))
+    assert not serves_streams(int4._replace(scales=int4.scales.half()))  # which bfloat16 doesn't hold
+    assert not serves_streams(int4._replace(zeros=torch.zeros(2, 256, 1, dtype=torch.uint8)))
+    assert not serves_streams(int4._replace(codes=codes[:, :, :48].contiguous()))  # 96 columns
+    nvfp4 = Stored4(codes, torch.zeros(2, 256, 8).to(torch.float8_e4m3fn), 16, "e2m1", rows=torch.ones(2, 256))
+    assert serves_streams(nvfp4) and not serves_streams(nvfp4._replace(numbers="int4"))
 
 
 def test_experts_of_one_part_are_left_to_other_kernels(monkeypatch):
     """The compiler of Triton 3.6 fails where a place's part is always the first one. tests/helpers/compiled.py has the least that it compiles."""
     assert PART_ROWS == 64 * kernels.C.value
-    monkeypatch.setattr(moe_lanes, "has_gluon", lambda device: True)
+    monkeypatch.setattr(moe_streams, "has_gluon", lambda device: True)
     rows = [
         Stored4(torch.zeros(2, rows, 64, dtype=torch.uint8), torch.zeros(2, rows, 4, dtype=torch.uint8), 32, "e2m1")
         for rows in (192, 224)
@@ -93,7 +100,8 @@ def test_pairs_of_an_expert_decide_which_kernel_serves(each, served, monkeypatch
     for name in ("lanes", "unpacked", "codes"):
         monkeypatch.setattr(moe, name + "_products", lambda *args, name=name, **own: seen.append(name))
     monkeypatch.setattr(moe, "streams_products", lambda *args, config, **own: seen.append(config.widths))
-    monkeypatch.setattr(moe_lanes, "has_gluon", lambda device: True)
+    for module in (moe_lanes, moe_streams):
+        monkeypatch.setattr(module, "has_gluon", lambda device: True)
     gate_up, down = (
         Stored4(
             torch.zeros(4, outputs, 64, dtype=torch.uint8), torch.zeros(4, outputs, 4, dtype=torch.uint8), 32, "e2m1"

@@ -48,7 +48,7 @@ def _products(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> tor
     """Both products, [P, D] in the tokens' order."""
     up, low, activation, up_bias, low_bias, weigh_inputs = experts
     config = streams_config(routes.expected, up.shape[0])
-    if config is not None and _streams(x_TD, up) and _streams(x_TD, low):
+    if config is not None and _streams(x_TD, up) and _streams(x_TD, low) and up.numbers == low.numbers:
         first, second = CodesProduct.of(up, up_bias, x_TD.dtype), CodesProduct.of(low, low_bias, x_TD.dtype)
         return streams_products(x_TD, first, second, routes, activation, weigh_inputs=weigh_inputs, config=config)
     if _of_codes(x_TD, routes, up) and _of_codes(x_TD, routes, low):

@@ -1,4 +1,4 @@
-"""Launches the kernels of `kernels/moe_lanes_gluon.py`: experts in MXFP4 of a few pairs of an expert, on Hopper.
+"""Launches the kernels of `kernels/moe_lanes_gluon.py`: experts in MXFP4 and NVFP4 of a few pairs of an expert, on Hopper.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_codes.py` serves.
 Shape letters as in `ops/moe.py`.
@@ -19,7 +19,7 @@ from pagerunner.ops.kernels.moe_codes import CodesProduct
 from pagerunner.ops.kernels.moe_joint import most_tiles
 from pagerunner.ops.kernels.moe_tiles import kind_of
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored4
+from pagerunner.ops.stored import RUN, Stored4
 
 COLUMNS = 256
 """Columns that are read at a time, a chunk. A rest of at most 128 columns is half a chunk."""
@@ -44,11 +44,22 @@ def _kernels() -> Any:
     return importlib.import_module("pagerunner.ops.kernels.moe_lanes_gluon")
 
 
+def known_form(weights: Stored4) -> bool:
+    """Whether numbers and scales are such as the kernels read: MXFP4; NVFP4; int4 with scales in bfloat16."""
+    scales, inputs = weights.scales, weights.shape[2]
+    if weights.numbers == "int4":
+        known = scales.dtype == torch.bfloat16 and weights.group % RUN == 0 and inputs % weights.group == 0
+    elif weights.group == RUN // 2:
+        known = scales.dtype == torch.float8_e4m3fn
+    else:
+        known = weights.group == RUN and weights.rows is None and scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    return known and weights.zeros is None
+
+
 def serves_lanes(weights: Stored4) -> bool:
-    """Whether these kernels serve such weights: MXFP4 on Hopper, with a version of Triton that was measured."""
-    mxfp4 = weights.numbers == "e2m1" and weights.group == 32 and weights.scales.element_size() == 1
-    plain = weights.rows is None and weights.scales.dtype != torch.float8_e4m3fn
-    return mxfp4 and plain and weights.shape[1] >= 128 and weights.shape[2] >= 64 and has_gluon(weights.codes.device)
+    """Whether these kernels serve such weights: MXFP4 and NVFP4 on Hopper, with a version of Triton that was measured."""
+    whole = weights.shape[1] >= 128 and weights.shape[2] >= 64
+    return whole and weights.numbers == "e2m1" and known_form(weights) and has_gluon(weights.codes.device)
 
 
 def _wide(columns: int) -> int:
@@ -94,15 +105,25 @@ def lanes_products(
     chosen, tiles = (routes.weights_TA, routes.order_P, routes.starts_E1), most_tiles(pairs, experts, TILE.pairs)
     _kernels().lanes_kernel[(tiles, blocks(inner, TILE.rows // 2))](
         x_TD, *_weights(gate_up), *chosen, inner_PI, active, activation.limit, N=inner, K=features, WIDE=x_TD.shape[1],
-        OUT=inner_PI.shape[1], BIAS=gate_up.bias_EO is not None, GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs, **own,
+        OUT=inner_PI.shape[1], BIAS=gate_up.bias_EO is not None, GATED=True, KIND=kind_of(activation), WEIGH=weigh_inputs,
+        FACTORS=gate_up.constants["FACTORS"], **own,
     )  # fmt: skip
     _kernels().lanes_kernel[(tiles, blocks(features, TILE.rows))](
         inner_PI, *_weights(down), *chosen, out_PD, active, 0.0, N=features, K=inner, WIDE=inner_PI.shape[1], OUT=features,
-        BIAS=down.bias_EO is not None, GATED=False, KIND=0, WEIGH=not weigh_inputs, **own,
+        BIAS=down.bias_EO is not None, GATED=False, KIND=0, WEIGH=not weigh_inputs,
+        FACTORS=down.constants["FACTORS"], **own,
     )  # fmt: skip
     return out_PD
 
 
 def _weights(product: CodesProduct) -> tuple[Any, ...]:
-    codes, scales, _, _, w_expert, s_expert, _ = product.tensors
-    return codes, scales, w_expert, s_expert, scales if product.bias_EO is None else product.bias_EO
+    codes, _, _, rows, w_expert, s_expert, _ = product.tensors
+    scales = scales_of(product)
+    s_expert = s_expert * product.tensors[1].element_size() // scales.element_size()
+    return codes, scales, rows, w_expert, s_expert, scales if product.bias_EO is None else product.bias_EO
+
+
+def scales_of(product: CodesProduct) -> torch.Tensor:
+    """Scales as the kernels read them: of half runs two at a time."""
+    scales: torch.Tensor = product.tensors[1]
+    return scales.view(torch.uint16) if product.constants["G"] < RUN else scales

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated, rounded
+from pagerunner.ops.kernels.codes import E2M1, INT4
 from pagerunner.ops.kernels.launch import start_next_and_wait
 from pagerunner.ops.kernels.moe_lanes import COLUMNS
 
@@ -140,31 +141,64 @@ def _load_scales(place, run, chunk, K: gl.constexpr, RUNS: gl.constexpr):
     return gl.load(place + at[None, :])
 
 
-@gluon.jit
-def halves_of(words, scales):
-    """bfloat16 [N, 64] in places of the low nibbles of words [N, 4 lanes, 4], and of the high ones, times scales.
+@constexpr_function
+def lift_of(FORM: int) -> int:
+    """The power of two that inputs have in the other products."""
+    return LIFT.value if FORM == E2M1.value else 0
 
-    A product with two powers of two puts a nibble in two places; the mask leaves the sign of one and the rest of the other.
+
+E4M3_FACTORS = gl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x7F007F00; mov.b32 b, 0x5B805B80; mul.rn.bf16x2 a, a, $1; mul.rn.bf16x2 $0, a, b; }"
+)
+"""Two of e4m3's bits in place, which are 2 ** -120 of a number, lifted."""
+
+
+@constexpr_function
+def numbers_of(HALF: int, FORM: int) -> str:
+    """What makes $0 and $1, pairs of numbers times $4, of codes: the low nibbles (HALF 0) or the high ones of every second byte of $2, and of $3.
+
+    e2m1: a product with two powers of two puts a nibble in two places; the mask leaves the sign of one and the rest of the other. int4: 128 and a
+    code are a number whose last bits are the code.
     """
+    if FORM == INT4.value:
+        nibbles = "shr.u32 a, $2, 4; shr.u32 b, $3, 4;" if HALF else "mov.b32 a, $2; mov.b32 b, $3;"
+        numbers = """lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+            mov.b32 c, 0xC308C308; add.rn.bf16x2 a, a, c; add.rn.bf16x2 b, b, c;"""
+    else:
+        mask, powers = ("0x00F000F0", "0x104") if HALF else ("0x000F000F", "0x1040")
+        nibbles = f"and.b32 a, $2, {mask}; and.b32 b, $3, {mask}; mul.lo.u32 a, a, {powers}; mul.lo.u32 b, b, {powers};"
+        numbers = "and.b32 a, a, 0x81C081C0; and.b32 b, b, 0x81C081C0;"
+    return f"{{ .reg .b32 a, b, c; {nibbles} {numbers} mul.rn.bf16x2 $0, a, $4; mul.rn.bf16x2 $1, b, $4; }}"
+
+
+@gluon.jit
+def factors_of(scales, HALF: gl.constexpr, FORM: gl.constexpr):
+    """What numbers of the low nibbles (HALF 0) or the high ones are multiplied by, as pairs of bfloat16: e2m1's are lifted.
+
+    int4 has scales in bfloat16. e2m1 has bytes of e8m0, or words of two bytes of e4m3, one for each half of a run.
+    """
+    if FORM == INT4:
+        factors = scales.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x00010001
+    elif scales.dtype == gl.uint8:
+        factors = gl.minimum(scales.to(gl.uint32) + LIFT, 255) * 0x00800080
+    else:
+        bits = ((scales.to(gl.uint32) >> (8 * HALF)) & 0x7F) * 0x00100010
+        factors = gl.inline_asm_elementwise(E4M3_FACTORS, "=r,r", [bits], dtype=gl.uint32, is_pure=True, pack=1)
+    return factors
+
+
+@gluon.jit
+def half_of(words, factors, HALF: gl.constexpr, FORM: gl.constexpr):
+    """bfloat16 [N, 64] in places of the low nibbles (HALF 0) or the high ones of words [N, 4 lanes, 4], times factors [N, 4]."""
     BN: gl.constexpr = words.shape[0]
-    lifted = gl.minimum(scales.to(gl.uint32) + LIFT, 255) * 0x00800080
-    lifted, words = gl.broadcast(gl.expand_dims(lifted, 2), words)
-    low, low_odd, high, high_odd = gl.inline_asm_elementwise(
-        """{ .reg .b32 n, a, b, c, d; shr.u32 n, $4, 8;
-        and.b32 a, $4, 0x000F000F; and.b32 b, n, 0x000F000F; and.b32 c, $4, 0x00F000F0; and.b32 d, n, 0x00F000F0;
-        mul.lo.u32 a, a, 0x1040; mul.lo.u32 b, b, 0x1040; mul.lo.u32 c, c, 0x104; mul.lo.u32 d, d, 0x104;
-        and.b32 a, a, 0x81C081C0; and.b32 b, b, 0x81C081C0; and.b32 c, c, 0x81C081C0; and.b32 d, d, 0x81C081C0;
-        mul.rn.bf16x2 $0, a, $5; mul.rn.bf16x2 $1, b, $5; mul.rn.bf16x2 $2, c, $5; mul.rn.bf16x2 $3, d, $5; }""",
-        "=r,=r,=r,=r,r,r", [words, lifted], dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=True, pack=1,
+    factors, words = gl.broadcast(gl.expand_dims(factors, 2), words)
+    even, odd = gl.inline_asm_elementwise(
+        numbers_of(HALF, FORM), "=r,=r,r,r,r", [words, words >> 8, factors], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1
     )  # fmt: skip
-    halves = ()
-    even, odd = (low, high), (low_odd, high_odd)
-    for half in gl.static_range(2):
-        both = gl.join(even[half], odd[half])  # lane, word, odd
-        first = (both & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-        second = (both >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-        halves = halves + (gl.reshape(gl.permute(gl.join(first, second), [0, 2, 3, 1, 4]), [BN, 64]),)
-    return halves
+    both = gl.join(even, odd)  # lane, word, odd
+    first = (both & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    second = (both >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    return gl.reshape(gl.permute(gl.join(first, second), [0, 2, 3, 1, 4]), [BN, 64])
 
 
 @gluon.jit
@@ -194,9 +228,9 @@ def _add_chunk(acc, codes, scales, x_buffer, RUNS: gl.constexpr):
     LAYOUT: gl.constexpr = acc.type.layout
     steps = _steps_of(codes, scales, RUNS)
     for step in gl.static_range(RUNS):
-        halves = halves_of(steps[step][0], steps[step][1])
         for half in gl.static_range(2):
-            numbers = gl.convert_layout(halves[half], gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
+            numbers = half_of(steps[step][0], factors_of(steps[step][1], half, E2M1), half, E2M1)
+            numbers = gl.convert_layout(numbers, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
             x = x_buffer.slice(step * 128 + half * 64, 64, 1).permute([1, 0])
             acc = mma_v2(numbers, x.load(gl.DotOperandLayout(1, LAYOUT, 2)), acc)
     return acc
@@ -282,10 +316,10 @@ def _store(y, out_ptr, order_ptr, first, first_row, last_row, N: gl.constexpr, O
 
 
 @gluon.jit(do_not_specialize=["active"])
-def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, limit,
+def lanes_kernel(x_ptr, w_ptr, s_ptr, r_ptr, w_expert, s_expert, bias_ptr, weights_ptr, order_ptr, starts_ptr, out_ptr, active, limit,
                   E: gl.constexpr, BE: gl.constexpr, N: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, OUT: gl.constexpr,
                   BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-                  KIND: gl.constexpr, WEIGH: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                  KIND: gl.constexpr, WEIGH: gl.constexpr, FACTORS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """BN rows of weights times BM pairs of one expert, whose inputs are arranged.
 
     The first product (GATED) reads tokens' rows and stores what the activation makes of BN / 2 gates and ups, in expert order and arranged.
@@ -309,6 +343,9 @@ def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr,
         w = w_ptr + expert.to(gl.int64) * w_expert + first_w * (K // 8)
         s = s_ptr + expert.to(gl.int64) * s_expert + first_w * (K // 32)
         acc = _sums(x_ptr, source, valid, w, s, BM, BN, N, K, WIDE, STAGES, GATED, KIND, X, SUMS)
+        own_rows = _rows_of(gl.arange(0, BN, gl.SliceLayout(1, SUMS)), N, GATED, KIND)
+        if FACTORS:
+            acc *= gl.load(r_ptr + expert * outputs + first_w + own_rows)[:, None]
         weights = 1.0
         if WEIGH:
             pair_rows = first_row + gl.arange(0, BM, gl.SliceLayout(0, SUMS))
@@ -317,7 +354,6 @@ def lanes_kernel(x_ptr, w_ptr, s_ptr, w_expert, s_expert, bias_ptr, weights_ptr,
             if GATED:
                 acc *= weights
         if BIAS:
-            own_rows = _rows_of(gl.arange(0, BN, gl.SliceLayout(1, SUMS)), N, GATED, KIND)
             acc += gl.load(bias_ptr + expert * outputs + first_w + own_rows).to(gl.float32)[:, None]
         if GATED:
             gate, up = gl.split(gl.permute(gl.reshape(acc, [BN // 16, 2, 8, BM]), [0, 2, 3, 1]))

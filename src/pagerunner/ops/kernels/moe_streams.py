@@ -1,4 +1,4 @@
-"""Launches the kernel of `kernels/moe_streams_gluon.py`: experts in MXFP4 of dozens to hundreds of pairs of an expert, on Hopper.
+"""Launches the kernel of `kernels/moe_streams_gluon.py`: experts in 4 bits of dozens to hundreds of pairs of an expert, on Hopper.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_codes.py` serves.
 Shape letters as in `ops/moe.py`.
@@ -15,12 +15,13 @@ import torch
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
+from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.moe_codes import CodesProduct
 from pagerunner.ops.kernels.moe_joint import most_tiles
-from pagerunner.ops.kernels.moe_lanes import serves_lanes
+from pagerunner.ops.kernels.moe_lanes import known_form, scales_of
 from pagerunner.ops.kernels.moe_tiles import kind_of
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored4
+from pagerunner.ops.stored import RUN, Stored4
 
 NARROW_PAIRS = 96
 """Pairs of an expert, on average, up to which tiles are narrow, by measurement (docs/performance/experts.md)."""
@@ -46,9 +47,15 @@ def streams_config(pairs: int, experts: int) -> StreamsConfig | None:
 
 
 def serves_streams(weights: Stored4) -> bool:
-    """Whether these kernels serve such weights: as those of lanes, in one piece, and more rows than one part has, as Triton 3.6 can't compile one."""
-    whole = weights.codes.is_contiguous() and weights.scales.is_contiguous()
-    return whole and weights.shape[1] > PART_ROWS and serves_lanes(weights)
+    """Whether these kernels serve such weights: in a form that is known, in one piece, and more rows than one part has, as Triton 3.6 can't compile one."""
+    whole = weights.codes.is_contiguous() and weights.scales.is_contiguous() and weights.shape[2] >= 64
+    return whole and weights.shape[1] > PART_ROWS and known_form(weights) and has_gluon(weights.codes.device)
+
+
+def _form(product: CodesProduct) -> dict[str, Any]:
+    """What codes are: the numbers, how many runs of 32 columns share a scale, and whether whole rows have factors."""
+    own = product.constants
+    return {"FORM": own["FORM"], "SHARE": max(1, own["G"] // RUN), "FACTORS": own["FACTORS"]}
 
 
 @functools.cache
@@ -89,19 +96,19 @@ def streams_products(
     count, own = tiles[-1], {"E": experts, "num_warps": 4, **dependent(x_TD.device)}
     _kernels().arrange_kernel[(pairs + 1, blocks(wide, 1024))](
         x_TD, routes.order_P, routes.starts_E1, x_PD, tiles, count, x_TD.stride(0), active, K=features, WIDE=wide, BE=padded(experts),
-        BM=config.widths[-1], LIFTED=_kernels().LIFT.value, BLOCK=1024, **own,
+        BM=config.widths[-1], LIFTED=_kernels().lift_of.fn(gate_up.constants["FORM"]), BLOCK=1024, **own,
     )  # fmt: skip
     of_inputs, of_codes, descriptor = _layouts(16 * config.steps)
     for x, out, product, first in ((x_PD, inner_PI, gate_up, True), (inner_PI, out_PD, down, False)):
-        codes, scales = product.tensors[:2]
+        codes, scales = product.tensors[0], scales_of(product)
         outputs, columns = product.shape[1:]
         box = [32 if first and not activation.alternating else 64, 16 * config.steps]
         _kernels().streams_kernel[(multiprocessors(x.device),)](
             descriptor.from_tensor(x, [16, 64], of_inputs),
             descriptor.from_tensor(codes.view(torch.int32).view(-1, columns // 8), box, of_codes),
-            scales, scales if product.bias_EO is None else product.bias_EO, routes.weights_TA, routes.order_P, tiles, count, out,
+            scales, product.tensors[3], scales if product.bias_EO is None else product.bias_EO, routes.weights_TA, routes.order_P, tiles, count, out,
             multiprocessors(x.device), activation.limit if first else 0.0, N=outputs // 2 if first else outputs, K=columns,
             OUT=out.shape[1], WIDTHS=config.widths, S=config.steps, STAGES=config.stages, BIAS=product.bias_EO is not None,
-            GATED=first, KIND=kind_of(activation) if first else 0, WEIGH=weigh_inputs == first, **own,
+            GATED=first, KIND=kind_of(activation) if first else 0, WEIGH=weigh_inputs == first, **_form(product), **own,
         )  # fmt: skip
     return out_PD

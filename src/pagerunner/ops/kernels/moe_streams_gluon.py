@@ -1,4 +1,4 @@
-"""The kernels of `kernels/moe_streams.py`: experts' products with e2m1 weights, in Gluon, for dozens to hundreds of pairs of an expert.
+"""The kernels of `kernels/moe_streams.py`: experts' products with 4-bit weights, in Gluon, for dozens to hundreds of pairs of an expert.
 
 One warp copies. Codes and inputs come into shared memory by the bulk copy engine, several stages ahead, across the end of a tile. C groups of warps
 compute, each the sums of 64 rows of weights, a *block*. Weights are the matrix units' first operand, in registers: a row's codes become numbers
@@ -29,7 +29,7 @@ from triton.runtime.jit import constexpr_function
 
 from pagerunner.ops.kernels.activation import CLAMPED_SWIGLU, gated, rounded
 from pagerunner.ops.kernels.launch import start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.moe_lanes_gluon import LIFT, halves_of
+from pagerunner.ops.kernels.moe_lanes_gluon import factors_of, half_of, lift_of
 
 PLAIN, PAIRED, APART = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Rows of a block: features; gates and ups in turns; 32 gates, then their ups."""
@@ -208,24 +208,23 @@ def _copy(x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, first, last, p
 
 
 @gluon.jit
-def _load_scales(s_ptr, rows, first_row, columns, stage, K: gl.constexpr, S: gl.constexpr, TOTAL: gl.constexpr):
+def _load_scales(
+    s_ptr, rows, first_row, columns, stage, K: gl.constexpr, S: gl.constexpr, TOTAL: gl.constexpr, SHARE: gl.constexpr
+):
     """Scales of a stage; those of the last run for runs beyond."""
-    own = gl.minimum(rows, TOTAL - 1 - first_row) * (K // 32)
-    at = gl.minimum(stage * (4 * S) + columns, K // 32 - 1)
-    return gl.load(s_ptr + first_row.to(gl.int64) * (K // 32) + (own[:, None] + at[None, :]))
+    ROW: gl.constexpr = K // 32 // SHARE
+    own = gl.minimum(rows, TOTAL - 1 - first_row) * ROW
+    at = gl.minimum(stage * (4 * S) + columns, K // 32 - 1) // SHARE
+    return gl.load(s_ptr + first_row.to(gl.int64) * ROW + (own[:, None] + at[None, :]))
 
 
 @gluon.jit
-def _halves(words, scales, OPERAND: gl.constexpr, ROWS: gl.constexpr):
-    """The first operands that `halves_of` makes, with rows in the matrix units' order."""
+def _half(words, factors, HALF: gl.constexpr, FORM: gl.constexpr, OPERAND: gl.constexpr, ROWS: gl.constexpr):
+    """The first operand that `half_of` makes, with rows in the matrix units' order."""
     ORDER: gl.constexpr = _in_order(ROWS)
-    halves = ()
-    both = halves_of(words, scales)
-    for half in gl.static_range(2):
-        bits = gl.reshape(both[half], [2, 2, 2, 2, 2, 2, 64])
-        bits = gl.permute(bits, [ORDER[0], ORDER[1], ORDER[2], ORDER[3], ORDER[4], ORDER[5], 6])
-        halves = halves + (gl.convert_layout(gl.reshape(bits, [64, 64]), OPERAND, assert_trivial=True),)
-    return halves
+    bits = gl.reshape(half_of(words, factors, HALF, FORM), [2, 2, 2, 2, 2, 2, 64])
+    bits = gl.permute(bits, [ORDER[0], ORDER[1], ORDER[2], ORDER[3], ORDER[4], ORDER[5], 6])
+    return gl.convert_layout(gl.reshape(bits, [64, 64]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -250,21 +249,23 @@ def _steps_of(codes, scales, S: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sums(x_smem, w_smem, full, empty, c, slot, phase, s_ptr, rows, columns, first_row, scales, later, K: gl.constexpr, TOTAL: gl.constexpr,
-          M: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+          M: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FORM: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     """A group's rows of weights times a tile's pairs, float32 [64, M]. Products of a step run while the next step's codes become numbers."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     acc = gl.zeros((64, M), gl.float32, SUMS)
     for stage in range((K + 128 * S - 1) // (128 * S)):
         mbarrier.wait(full.index(slot), phase)
         codes = w_smem.index(slot * C + c).load(_codes_layout(ROWS, S))
         steps = _steps_of(codes, scales, S, ROWS)
         scales = later
-        later = _load_scales(s_ptr, rows, first_row, columns, stage + 2, K, S, TOTAL)
+        later = _load_scales(s_ptr, rows, first_row, columns, stage + 2, K, S, TOTAL, SHARE)
         for step in gl.static_range(S):
-            halves = _halves(steps[step][0], steps[step][1], gl.DotOperandLayout(0, SUMS, 2), ROWS)
             for half in gl.static_range(2):
+                factors = factors_of(steps[step][1], half, FORM)
+                numbers = _half(steps[step][0], factors, half, FORM, OPERAND, ROWS)
                 x = x_smem.index(slot * (2 * S) + (step * 2 + half)).slice(0, M)
-                acc = warpgroup_mma(halves[half], x.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(numbers, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(2 if step + 1 < S else 0, deps=(acc,))
         mbarrier.arrive(empty.index(slot))
         slot, phase = _next(slot, phase, STAGES)
@@ -272,8 +273,8 @@ def _sums(x_smem, w_smem, full, empty, c, slot, phase, s_ptr, rows, columns, fir
 
 
 @gluon.jit
-def _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, size, block, N: gl.constexpr, OUT: gl.constexpr,
-            ROWS: gl.constexpr, BIAS: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr):  # fmt: skip
+def _finish(acc, r_ptr, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, size, block, N: gl.constexpr, OUT: gl.constexpr,
+            ROWS: gl.constexpr, BIAS: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr, FORM: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
     """Store what becomes of sums [64, M]: the first product's in expert order and arranged, with zeros in places beyond."""
     M: gl.constexpr = acc.shape[1]
     SUMS: gl.constexpr = acc.type.layout
@@ -286,6 +287,8 @@ def _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, 
     if ROWS == PLAIN:
         feature = block * 64 + (local & 56) + (local >> 1 & 1) + (local >> 2 & 1) * 2 + (local & 1) * 4
         inside = feature < N
+        if FACTORS:
+            acc = acc * gl.load(r_ptr + expert * N + gl.minimum(feature, N - 1))[:, None]
         if BIAS:
             acc += gl.load(bias_ptr + expert * N + gl.minimum(feature, N - 1)).to(gl.float32)[:, None]
         if WEIGH:
@@ -299,6 +302,8 @@ def _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, 
         gate, up = gl.split(gl.permute(gl.reshape(acc, [4, 2, 8, M]), [0, 2, 3, 1]))
         gate, up = gl.reshape(gate, [32, M]), gl.reshape(up, [32, M])
         HALF: gl.constexpr = gate.type.layout
+        step: gl.constexpr = 2 if ROWS == PAIRED else 1
+        ups: gl.constexpr = 1 if ROWS == PAIRED else N
         local = gl.arange(0, 32, gl.SliceLayout(1, HALF))
         pair = gl.arange(0, M, gl.SliceLayout(0, HALF))
         lane = local & 7
@@ -308,13 +313,14 @@ def _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, 
             lane = (lane & 1) * 4 + (lane >> 1)
         feature = block * 32 + (local & -8) + lane
         inside = feature < N
+        own = expert * (2 * N) + gl.minimum(feature, N - 1) * step
+        if FACTORS:
+            gate = gate * gl.load(r_ptr + own)[:, None]
+            up = up * gl.load(r_ptr + (own + ups))[:, None]
         if BIAS:
-            step: gl.constexpr = 2 if ROWS == PAIRED else 1
-            ups: gl.constexpr = 1 if ROWS == PAIRED else N
-            bias = bias_ptr + expert * (2 * N) + gl.minimum(feature, N - 1) * step
-            gate += gl.load(bias).to(gl.float32)[:, None]
-            up += gl.load(bias + ups).to(gl.float32)[:, None]
-        power: gl.constexpr = 2.0**LIFT
+            gate += gl.load(bias_ptr + own).to(gl.float32)[:, None]
+            up += gl.load(bias_ptr + (own + ups)).to(gl.float32)[:, None]
+        power: gl.constexpr = 2.0 ** lift_of(FORM)
         y = gated(rounded(gate, dtype), rounded(up, dtype), limit, KIND, dtype).to(gl.float32) * power
         line = out_ptr + ((row + pair) * OUT)[None, :]
         valid = (pair < size)[None, :]
@@ -328,21 +334,22 @@ def _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, 
 
 
 @gluon.jit
-def _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, TOTAL: gl.constexpr):  # fmt: skip
+def _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, TOTAL: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
     """The part at a place or, beyond the last one, the last; a group's first row of weights there, and its first two stages' scales."""
     outputs: gl.constexpr = N if ROWS == PLAIN else 2 * N
     expert, row, size, inside, count = _part(gl.minimum(place, last - 1), tiles_ptr, (outputs + 63) // 64)
     first_row = expert * outputs + (inside + c) * (32 if ROWS == APART else 64)
     first_row = gl.minimum(first_row, TOTAL - 1)
-    scales = _load_scales(s_ptr, rows, first_row, columns, 0, K, S, TOTAL)
-    later = _load_scales(s_ptr, rows, first_row, columns, 1, K, S, TOTAL)
+    scales = _load_scales(s_ptr, rows, first_row, columns, 0, K, S, TOTAL, SHARE)
+    later = _load_scales(s_ptr, rows, first_row, columns, 1, K, S, TOTAL, SHARE)
     return expert, row, size, inside, count, first_row, scales, later
 
 
 @gluon.jit
-def _compute(c, x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last, programs, limit,
+def _compute(c, x_smem, w_smem, full, empty, s_ptr, r_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last, programs, limit,
              E: gl.constexpr, N: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, WIDTHS: gl.constexpr, S: gl.constexpr,
-             ROWS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr):  # fmt: skip
+             ROWS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr, FORM: gl.constexpr,
+             SHARE: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
     """A group of warps: the sums of 64 rows of each part, and what is stored of them. A tile is computed with the first of WIDTHS that holds its pairs."""
     outputs: gl.constexpr = N if ROWS == PLAIN else 2 * N
     ROUNDS: gl.constexpr = (K + 128 * S - 1) // (128 * S)
@@ -356,7 +363,7 @@ def _compute(c, x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order
     phase = 0
     place = first
     if first < last:
-        then = _begin(c, first, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL)
+        then = _begin(c, first, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL, SHARE)
         expert, row, size, inside, count, first_row, scales, later = then
         while place < last:
             place += programs
@@ -365,23 +372,24 @@ def _compute(c, x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order
                 for way in gl.static_range(len(WIDTHS)):
                     if (size > (WIDTHS[way - 1] if way else 0)) & (size <= WIDTHS[way]):
                         acc, slot, phase = _sums(x_smem, w_smem, full, empty, c, slot, phase, s_ptr, rows, columns, first_row, scales,
-                                                 later, K, TOTAL, WIDTHS[way], S, ROWS, STAGES)  # fmt: skip
-                        then = _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL)
-                        _finish(acc, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, size, inside + c, N, OUT, ROWS, BIAS,
-                                KIND, WEIGH)  # fmt: skip
+                                                 later, K, TOTAL, WIDTHS[way], S, ROWS, STAGES, FORM, SHARE)  # fmt: skip
+                        then = _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL, SHARE)
+                        _finish(acc, r_ptr, bias_ptr, weights_ptr, order_ptr, out_ptr, limit, expert, row, size, inside + c, N, OUT, ROWS,
+                                BIAS, KIND, WEIGH, FORM, FACTORS)  # fmt: skip
             else:
                 for _stage in range(ROUNDS):
                     mbarrier.wait(full.index(slot), phase)
                     mbarrier.arrive(empty.index(slot))
                     slot, phase = _next(slot, phase, STAGES)
-                then = _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL)
+                then = _begin(c, place, last, s_ptr, tiles_ptr, rows, columns, N, K, S, ROWS, TOTAL, SHARE)
             expert, row, size, inside, count, first_row, scales, later = then
 
 
 @gluon.jit(do_not_specialize=["programs"])
-def streams_kernel(x_desc, w_desc, s_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, count_ptr, out_ptr, programs, limit, E: gl.constexpr,
+def streams_kernel(x_desc, w_desc, s_ptr, r_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, count_ptr, out_ptr, programs, limit, E: gl.constexpr,
                    N: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, WIDTHS: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr,
-                   BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                   BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, WEIGH: gl.constexpr, FORM: gl.constexpr, SHARE: gl.constexpr,
+                   FACTORS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One of the two products. The first (GATED) reads pairs' inputs and stores what the activation makes of gates and ups, both in expert order and
     arranged. The second reads these rows and stores pairs in the tokens' order."""
     ROWS: gl.constexpr = (PAIRED if KIND == CLAMPED_SWIGLU else APART) if GATED else PLAIN
@@ -402,11 +410,11 @@ def streams_kernel(x_desc, w_desc, s_ptr, bias_ptr, weights_ptr, order_ptr, tile
     PARTS: gl.constexpr = ((outputs + 63) // 64 + C - 1) // C
     first, last = gl.program_id(0), gl.load(count_ptr) * PARTS
     gl.warp_specialize([
-        (_compute, (gl.to_tensor(0), x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
-                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH)),
-        (_compute, (gl.to_tensor(1), x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
-                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH)),
-        (_compute, (gl.to_tensor(2), x_smem, w_smem, full, empty, s_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
-                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH)),
+        (_compute, (gl.to_tensor(0), x_smem, w_smem, full, empty, s_ptr, r_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
+                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH, FORM, SHARE, FACTORS)),
+        (_compute, (gl.to_tensor(1), x_smem, w_smem, full, empty, s_ptr, r_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
+                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH, FORM, SHARE, FACTORS)),
+        (_compute, (gl.to_tensor(2), x_smem, w_smem, full, empty, s_ptr, r_ptr, bias_ptr, weights_ptr, order_ptr, tiles_ptr, out_ptr, first, last,
+                    programs, limit, E, N, K, OUT, WIDTHS, S, ROWS, STAGES, BIAS, KIND, WEIGH, FORM, SHARE, FACTORS)),
         (_copy, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, first, last, programs, N, K, BM, S, ROWS, STAGES, not GATED, PDL)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip
