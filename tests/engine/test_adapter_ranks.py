@@ -14,6 +14,7 @@ from helpers.adapters import load_adapters, random_adapter
 from helpers.checkpoints import make_checkpoint
 from helpers.effort import TEST_DAY
 from helpers.families import MAKERS
+from helpers.patience import until
 from helpers.published import all_published
 from helpers.quantise import quantise
 from helpers.recount import recount_adapters
@@ -213,4 +214,12 @@ def test_a_load_is_of_all_ranks_or_of_none(tmp_path: Path, monkeypatch: pytest.M
     assert second.digest not in forgotten[1:]
     (a / "last").rmdir()
     assert [ask(core, name).error for name in "bab"] == [None] * 3
+    # A copy that is given up while all ranks have found it again, for another name of the same content.
+    number = core.adapters.begin(LoRARequest("c", 3, str(a)))
+    until(lambda: len(executor._ranks.watch._of_adapters.get(number, ())) == 2)
+    core.adapters._loader.forget(first.digest)
+    while core.adapters.busy:
+        core.poll_adapters(0.01)
+    core.reset_prefix_cache()
+    assert ask(core, "c").error is None
     core._executor.close()

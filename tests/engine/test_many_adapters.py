@@ -532,3 +532,19 @@ def test_host_memory_gives_pages_to_the_same_content_alone(base: Path, tmp_path:
     assert [found(prompt), found(prompt, "a", first), found(prompt, "c", second)] == [96, 96, 96]
     tier = llm.stats().tier
     assert tier is not None and tier.hits_total == 3 * 96
+
+
+def test_a_copy_that_a_read_has_found_again_is_not_given_up_before_the_core_knows(base: Path, tmp_path: Path) -> None:
+    """Two names have one content. The core gives the copy up, and the second name's read, which has found it, has ended meanwhile."""
+    engine = Engine(str(base), None, enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=8)
+    core, loader, [path] = engine.core, loader_of(engine.core), versions(base, tmp_path, 1)
+    [first] = load_adapters(core, [LoRARequest("a", 1, str(path))])
+    core.adapters.begin(LoRARequest("b", 2, str(path)))
+    until(lambda: loader._ends.qsize() == 1)
+    loader.forget(first.digest)
+    assert first.digest in loader._kept
+    core.poll_adapters(0)
+    assert run(engine, [engine.add(PROMPTS[0], lora="b")])[0]
+    loader.forget(first.digest)
+    assert not loader._kept and not loader._told and not loader._seen
+    engine.close()

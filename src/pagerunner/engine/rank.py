@@ -273,8 +273,8 @@ class Rank:
                 loader.read(number, path)
             case orders.FillAdapter(fill):
                 loader.fill(fill)
-            case orders.ForgetAdapter(digest):
-                loader.forget(digest)
+            case orders.ForgetAdapter(digest, seen):
+                loader.forget(digest, seen.get(self._launch.rank, 0))
             case orders.DrainAdapters():
                 loader.drain()
 

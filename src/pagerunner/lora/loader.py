@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +30,11 @@ MOST_SAID = 2_000
 
 
 class AdapterLoader:
-    """The adapters of one worker. What was read is kept in host memory until it is to be forgotten. Results go to `tell`, and come by `ended` else."""
+    """The adapters of one worker. What was read is kept in host memory until it is to be forgotten. Results go to `tell`, and come by `ended` else.
+
+    Reads end on threads of their own, so one may find a copy that the core is giving up. Its end tells the core of the copy, which must be there then.
+    Hence a copy goes when the core has heard of all reads that have found it.
+    """
 
     def __init__(
         self, targets: Targets, table: AdapterTable, make_buffer: MakeBuffer, set_threads: Callable[[int], object]
@@ -37,6 +43,9 @@ class AdapterLoader:
         self._targets, self.table = targets, table
         self._make_buffer, self._set_threads = make_buffer, set_threads
         self._kept: dict[str, Packed] = {}
+        self._told: Counter[str] = Counter()  # reads that have found a copy, since it was last to be forgotten
+        self._seen: Counter[str] = Counter()  # those of them that `ended` has given
+        self._lock = threading.Lock()  # of a copy and what was told of it
         self._ends: queue.SimpleQueue[AdapterEnd] = queue.SimpleQueue()
         self.tell: Callable[[AdapterEnd], None] = self._ends.put
         self._under_way = 0
@@ -64,9 +73,13 @@ class AdapterLoader:
         packed = self._kept[fill.digest]
         self._last = self._copier.submit(self._guarded, fill.number, lambda: self._copy(fill, packed, event))
 
-    def forget(self, digest: str) -> None:
-        """Give up the copy in host memory."""
-        self._kept.pop(digest, None)
+    def forget(self, digest: str, seen: int | None = None) -> None:
+        """Give up the copy in host memory, unless a read has found it of which the core is still to hear. It has heard of `seen` since the last call, or of what `ended` has given."""
+        with self._lock:
+            self._told[digest] -= self._seen.pop(digest, 0) if seen is None else seen
+            if not self._told[digest]:
+                del self._told[digest]
+                self._kept.pop(digest, None)
 
     def ended(self, seconds: float) -> list[AdapterEnd]:
         """What has ended since the last call. With nothing, wait for up to so many seconds."""
@@ -77,6 +90,7 @@ class AdapterLoader:
             except queue.Empty:
                 break
             self._under_way -= 1
+        self._seen.update(end.digest for end in found if end.digest)
         return found
 
     def drain(self) -> None:
@@ -117,7 +131,9 @@ class AdapterLoader:
         adapter = read_adapter(Path(path), self._targets, table.dtype, table.max_rank)
         if (packed := self._kept.get(adapter.digest)) is None:
             packed = table.products.pack(adapter, table.max_rank, table.dtype, table.page, self._make_buffer)
-            self._kept[adapter.digest] = packed
+        with self._lock:
+            self._kept[adapter.digest] = packed  # it may have been given up meanwhile
+            self._told[adapter.digest] += 1
         self.tell(
             AdapterEnd(number, adapter.digest, adapter.rank, separate=adapter.separate, num_pages=len(packed.pages))
         )

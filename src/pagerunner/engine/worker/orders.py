@@ -134,9 +134,10 @@ class FillAdapter(msgspec.Struct, frozen=True, tag="fill_adapter"):
 
 
 class ForgetAdapter(msgspec.Struct, frozen=True, tag="forget_adapter"):
-    """Call `forget` of the worker's adapters."""
+    """Call `forget` of the worker's adapters. `seen`: by rank, of how many reads that have found the copy the core has heard since the last such order."""
 
     digest: str
+    seen: dict[int, int] = {}
 
 
 class DrainAdapters(msgspec.Struct, frozen=True, tag="drain_adapters"):

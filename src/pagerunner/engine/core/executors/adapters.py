@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -29,6 +30,7 @@ class RanksLoader:
         """`who` names a rank."""
         self._send, self._ended, self._who = send, ended, who
         self._under_way = 0
+        self._seen: dict[str, Counter[int]] = {}  # by digest and rank, reads that have ended since the last `forget`
 
     def read(self, number: int, path: str) -> None:
         """See Loader."""
@@ -42,7 +44,7 @@ class RanksLoader:
 
     def forget(self, digest: str) -> None:
         """See Loader."""
-        self._send(orders.ForgetAdapter(digest))
+        self._send(orders.ForgetAdapter(digest, dict(self._seen.pop(digest, ()))))
 
     def drain(self) -> None:
         """See Loader."""
@@ -55,6 +57,9 @@ class RanksLoader:
         found: list[AdapterEnd] = []
         for of_ranks in self._ended(seconds).values():
             self._under_way -= 1
+            for rank, end in of_ranks.items():
+                if end.digest:
+                    self._seen.setdefault(end.digest, Counter())[rank] += 1
             found += self._together(of_ranks)
         return found
 
