@@ -102,11 +102,11 @@ def dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         return _dense(stored, dtype)
     out = torch.empty(stored.shape, dtype=dtype, device=stored.codes.device)
     for first in range(0, rows, step):
-        out[..., first : first + step, :] = _dense(_rows_of(stored, first, first + step), dtype)
+        out[..., first : first + step, :] = _dense(rows_of(stored, first, first + step), dtype)
     return out
 
 
-def _rows_of(stored: Stored, first: int, last: int) -> Stored:
+def rows_of(stored: Stored, first: int, last: int) -> Stored:
     """Some output features. Those of 8 bits begin with a block."""
     rows, codes = slice(first, last), stored.codes[..., first:last, :]
     if isinstance(stored, Stored8):

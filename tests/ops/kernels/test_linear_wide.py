@@ -11,9 +11,10 @@ import torch
 
 from helpers.stored_cases import stored
 from pagerunner.ops.kernels import linear_many, linear_wide
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_tiles import in_order
 from pagerunner.ops.kernels.linear_wide import WideConfig, has_gluon, reads, stages_of, steps_of, wide_config
-from pagerunner.ops.stored import dense
+from pagerunner.ops.stored import Stored4, dense, rows_of
 
 ROOM = 227 * 1024
 
@@ -166,6 +167,50 @@ def test_steps_in_flight_fit_into_shared_memory(tokens):
         assert 2 <= stages <= 12 and used < ROOM - 8 * 1024
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "want"),
+    [
+        (24_576, 4096, [(24_576, 3, 1)]), (28_672, 4096, [(25_344, 3, 1), (3328, 2, 5)]), (34_816, 5120, [(33_792, 2, 1), (1024, 2, 10)]),
+        (51_200, 5120, [(50_688, 3, 1), (512, 2, 10)]), (43_008, 5376, [(43_008, 3, 1)]), (6144, 4096, [(6144, 2, 2)]),
+    ],
+)  # fmt: skip
+def test_what_is_left_of_whole_rounds_has_a_launch_of_its_own(outputs, inputs, want, monkeypatch):
+    """Gates and ups of Qwen3-8B, Llama-3.1-8B, Qwen3-14B and 32B, and Gemma-3-27B: features, groups and parts. Together they are all output features, once."""
+    monkeypatch.setattr(linear_wide, "multiprocessors", lambda device: 132)
+    matrix = stored("int4 bf16 all", 8, 128)._replace(codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8))
+    found = linear_wide.pieces(72, matrix, torch.device("cpu"))
+    assert [rows.start for rows in found] == [0, *(rows.stop for rows in found)][:-1] and found[-1].stop == outputs
+    configs = [wide_config(72, rows_of(matrix, rows.start, rows.stop), torch.device("cpu")) for rows in found]
+    assert [(rows.stop - rows.start, *config[1:]) for rows, config in zip(found, configs, strict=True)] == want
+    assert len(linear_wide.pieces(256, matrix, torch.device("cpu"))) == 1
+
+
+def test_pieces_are_multiplied_by_their_own_rows(monkeypatch):
+    """Each launch has its rows' codes, scales, zero points, bias and outputs."""
+    monkeypatch.setattr(linear_many.linear_wide, "has_gluon", lambda device: True)
+    monkeypatch.setattr(linear_many.linear_wide, "pieces", lambda *_: [slice(0, 32), slice(32, 48)])
+    monkeypatch.setattr(linear_many.linear_wide, "run_wide", run_by_tiles)
+    for form in ("int4 f16 128 zeros", "int8 group 128"):
+        matrix, x, bias = stored(form, 48, 384), torch.randn(20, 384).half(), torch.randn(48).half()
+        want = x.float() @ dense(matrix, torch.float32).T + bias.float()
+        assert float((linear_many.linear(x, matrix, bias).float() - want).norm() / want.norm()) < 3e-3
+        residual = torch.randn(20, 48).half()
+        want += residual.float()
+        linear_many.linear_add_(x, matrix, residual, bias)
+        assert float((residual.float() - want).norm() / want.norm()) < 3e-3
+
+
+def run_by_tiles(product: Product, config: WideConfig) -> None:
+    """The twin of `run_wide`."""
+    pairs = isinstance(product.weight_OI, Stored4)
+    order = in_order(torch.arange(384.0)[None], product.weight_OI, pairs=pairs)[0].long()
+    x = torch.empty_like(product.x_TI)
+    x[:, order] = product.x_TI
+    y = (x.float() @ dense(product.weight_OI, torch.float32).T).half()
+    y = y if product.bias_O is None else y + product.bias_O
+    product.out_TO.copy_(product.out_TO + y if product.add else y)
+
+
 def test_parts_have_an_even_number_of_steps():
     assert [steps_of(inputs, parts) for inputs, parts in ((4096, 1), (4096, 4), (4096, 6), (2880, 1), (160, 1))] == [
         32,
@@ -248,7 +293,12 @@ def test_many_tokens_take_it_where_it_serves(monkeypatch):
     linear_many.linear_add_(x, matrix, stream)
     product, config = seen.pop()
     assert torch.equal(product.x_TI, in_order(x, matrix, pairs=True))
-    assert product[1:] == (matrix, None, stream, None, False, True)
+    assert (
+        product[2:3] == (None,)
+        and product[4:] == (None, False, True)
+        and product.out_TO.data_ptr() == stream.data_ptr()
+    )
+    assert torch.equal(product.weight_OI.codes, matrix.codes) and torch.equal(product.weight_OI.scales, matrix.scales)
     assert linear_many.kernels_of(20, torch.bfloat16, matrix, x.device) == (config, 1)
     linear_many.linear_add_(x.float(), matrix, stream.float())
     assert not seen

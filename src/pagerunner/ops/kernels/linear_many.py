@@ -26,7 +26,7 @@ from pagerunner.ops.kernels.linear_tiles import FITTED_TOKENS, in_order, run_til
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import Quantized, quantize, silu_quantize
-from pagerunner.ops.stored import Stored, Stored4, Stored8
+from pagerunner.ops.stored import Stored, Stored4, Stored8, rows_of
 from pagerunner.ops.unpacked import FEW_UNPACKED_BYTES, UNPACKED_BYTES, outputs_at_once, tile_tokens
 
 
@@ -85,8 +85,9 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch
     if (how := _rounding_of(tokens, dtype, weight_OI, device)) is not None:
         return linear_rounded.kernels_of(tokens, _of_8_bits(weight_OI), dtype, device, grouped=how.grouped)
     if linear_wide.serves(tokens, dtype, weight_OI, device):
-        wide = linear_wide.wide_config(tokens, weight_OI, device)
-        return wide, blocks(tokens, wide.tokens)  # 256 tokens are two tiles of 128, and 160 lie between
+        parts = [rows_of(weight_OI, rows.start, rows.stop) for rows in linear_wide.pieces(tokens, weight_OI, device)]
+        wide = [linear_wide.wide_config(tokens, part, device) for part in parts]
+        return *wide, blocks(tokens, wide[0].tokens)  # 256 tokens are two tiles of 128, and 160 lie between
     if _in_tiles(tokens, dtype, weight_OI):
         config = tiles_config(tokens, weight_OI, device)
         return config, tokens <= FITTED_TOKENS  # large numbers of tokens have tiles that small ones have
@@ -146,8 +147,10 @@ def _product(given: Product) -> None:
     tokens, device = x_TI.shape[0], x_TI.device
     if linear_wide.serves(tokens, x_TI.dtype, weight_OI, device) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=isinstance(weight_OI, Stored4))
-        config = linear_wide.wide_config(tokens, weight_OI, device)
-        linear_wide.run_wide(Product(ordered, weight_OI, bias_O, out_TO, add=add), config)
+        for rows in linear_wide.pieces(tokens, weight_OI, device):
+            part, bias = rows_of(weight_OI, rows.start, rows.stop), None if bias_O is None else bias_O[rows]
+            config = linear_wide.wide_config(tokens, part, device)
+            linear_wide.run_wide(Product(ordered, part, bias, out_TO[:, rows], add=add), config)
         return
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)

@@ -52,6 +52,8 @@ MOST_OF_THREE = 160
 """Of so many tokens and 8 bits, three groups have three steps in shared memory."""
 SIZES = 16, 32, 64, 80, 96, 128, 144, 160, 192
 """Tokens of a tile, for up to so many; more have tiles of 128."""
+ROUND, LAUNCH = {2: 2.2, 3: 3.0}, 0.7
+"""How long a round of tiles with so many groups takes, and a launch more with sums of parts: 1 is about 14 microseconds of 5,120 columns and 72 tokens."""
 SMALL_WEIGHTS, SMALL_TOKENS = 1 << 24, range(33, 129)
 """With fewer weights and these numbers of tokens, `linear_tiles.py` was as fast or faster."""
 
@@ -136,22 +138,65 @@ def serves(tokens: int, dtype: torch.dtype, weight_OI: Stored, device: torch.dev
     return reads(dtype, weight_OI) and has_gluon(device)
 
 
+def _sizes(tokens: int, weight_OI: Stored) -> tuple[int, int, bool]:
+    """Tokens of a tile, how many tiles have them, and whether tiles may have three groups."""
+    size = next((size for size in SIZES if tokens <= size), 128)
+    wide = weight_OI.shape[0] >= 16384 and (isinstance(weight_OI, Stored4) or size <= MOST_OF_THREE)
+    return size, blocks(tokens, size), wide
+
+
+def _rounds(features: int, groups: int, places: int) -> float:
+    """How long tiles with so many groups take where as many programs as `places` run at a time."""
+    return blocks(blocks(features, 64 * groups), places) * ROUND[groups]
+
+
 def wide_config(tokens: int, weight_OI: Stored, device: torch.device) -> WideConfig:
     """The tile, by measurement (docs/performance/stored-weights.md), and as many parts as fill the multiprocessors with programs.
 
     A part's scales lie in shared memory. There are more parts where two steps would have no room beside them: int4 with zero points of 28,672
     columns, as 192 tokens of Mistral-Large meet them.
     """
-    features, inputs = weight_OI.shape
-    size = next((size for size in SIZES if tokens <= size), 128)
-    wide = features >= 16384 and (isinstance(weight_OI, Stored4) or size <= MOST_OF_THREE)
-    config = WideConfig(size, 3 if wide else 2, 1)
-    tiles = blocks(tokens, size) * blocks(features, config.features)
-    parts = max(1, min(multiprocessors(device) // tiles, blocks(inputs, STEP) // PART_STEPS))
+    (features, inputs), (size, columns, wide), places = (
+        weight_OI.shape,
+        _sizes(tokens, weight_OI),
+        multiprocessors(device),
+    )
+    three, two = (_rounds(features, groups, places) for groups in (3, 2))
+    config = WideConfig(size, 3 if wide and (columns > 1 or three <= max(two, ROUND[3])) else 2, 1)
+    tiles = columns * blocks(features, config.features)
+    parts = max(1, min(places // tiles, blocks(inputs, STEP) // PART_STEPS))
     room = shared_memory(device)
     while stages_of(config, steps_of(inputs, parts), weight_OI, room) < LEAST_STAGES:  # scales take the room
         parts += 1
     return config._replace(parts=parts)
+
+
+@functools.lru_cache(4096)
+def _first_features(features: int, steps: int, places: int, wide: bool) -> int:
+    """See `pieces`."""
+    found = []
+    for groups in (3, 2) if wide else (2,):
+        found.append((_rounds(features, groups, places), features))
+        first = blocks(features, 64 * groups) // places * places * 64 * groups
+        if 0 < first < features:
+            left = blocks(features - first, 128)
+            parts = max(1, min(places // left, steps // PART_STEPS))
+            after = blocks(left * parts, places) * ROUND[2] / parts
+            found.append((_rounds(first, groups, places) + after + LAUNCH, first))
+    return min(found)[1]
+
+
+def pieces(tokens: int, weight_OI: Stored, device: torch.device) -> list[slice]:
+    """Output features that are multiplied by a launch each: all, or those of whole rounds of tiles and then the rest.
+
+    The rest's programs divide the input features, so all multiprocessors have some. Example: of 51,200 output features 264 tiles of 192 are two rounds of 132, and
+    512 features are left. Without a launch of their own, they would be a third round.
+    """
+    (features, inputs), (_, columns, wide) = weight_OI.shape, _sizes(tokens, weight_OI)
+    first = features if columns > 1 else _first_features(features, blocks(inputs, STEP), multiprocessors(device), wide)
+    if first == features or (isinstance(weight_OI, Stored8) and first % weight_OI.block[0]):
+        return [slice(0, features)]
+    return [slice(0, first), slice(first, features)]
 
 
 @functools.cache
