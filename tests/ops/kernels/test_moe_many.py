@@ -8,7 +8,7 @@ import torch
 from helpers.borders import set_borders
 from helpers.stored_cases import dequantized
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe, moe_unpacked
+from pagerunner.ops.kernels import moe, moe_many, moe_unpacked
 from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import ExpertWeights, fixed_pairs, moe_experts
 from pagerunner.ops.quantize import quantize
@@ -49,10 +49,11 @@ def test_the_last_tile_of_an_expert_may_be_half_as_high(activation):
 
 @pytest.mark.parametrize("block", [(1, 256), (128, 128), (1, 128)])
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_rounded_inputs(block, grouped, first):
+@pytest.mark.parametrize(("first", "outputs"), [(False, 192), (True, 192), (True, 256)])
+def test_rounded_inputs(block, grouped, first, outputs):
+    """Of 192 gates and ups a tile's ups have two scales in a step, of 256 they have one."""
     torch.manual_seed(0)
-    experts, tokens, inputs, outputs = 3, 20, 256, 192
+    experts, tokens, inputs = 3, 20, 256
     codes = torch.randn(experts, outputs, inputs).to(torch.float8_e4m3fn)
     scales = torch.rand(experts, -(-outputs // block[0]), -(-inputs // block[1]))
     stored = Stored8(codes, scales, block, "token")
@@ -204,3 +205,28 @@ def test_a_token_has_the_same_bits_in_every_step(dtype, features, activation):
             assert torch.equal(routes.weights_TA, whole[0].weights_TA[:tokens])
             assert torch.equal(routes.experts_TA, whole[0].experts_TA[:tokens])
             assert torch.equal(got[there], whole[1][: 2 * tokens][there])
+
+
+@pytest.mark.parametrize(
+    ("block", "outputs", "activation", "small"),
+    [
+        ((128, 128), 256, SILU, True),
+        ((128, 128), 192, None, True),
+        ((128, 128), 192, SILU, False),
+        ((128, 128), 256, GatedActivation("clamped_swiglu", 7.0), False),
+        ((1, 128), 256, SILU, False),
+    ],
+)
+def test_tiles_with_one_scale_a_step_are_small(block, outputs, activation, small, monkeypatch):
+    """Ups of 192 begin within a block, and gates and ups in turns are 256 rows of a tile."""
+    seen, config = [], moe_many.many_config
+    monkeypatch.setattr(
+        moe_many, "many_config", lambda *own: seen.append(config(*own)) or ManyConfig(16, 32, 128, 4, 3, 1)
+    )
+    routes = route.kernel(torch.randn(9, 3), Routing(2))
+    x = quantize.twin(torch.randn(9 if activation else 18, 128), torch.float8_e4m3fn, grouped=True)
+    stored = Stored8(
+        torch.randn(3, outputs, 128).to(torch.float8_e4m3fn), torch.rand(3, -(-outputs // block[0]), 1), block, "block"
+    )
+    many_product(x, stored, None, routes, activation, weigh=False, dtype=torch.bfloat16)
+    assert (seen[0].warps == 8) == small

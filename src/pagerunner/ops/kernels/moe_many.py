@@ -35,14 +35,27 @@ from pagerunner.ops.stored import Stored8
 
 
 @triton.jit
-def _add_dot(acc, x, w, x_scales, w_scales, live, STEPS: tl.constexpr, GROUPED: tl.constexpr):
-    """`acc` and the product of a step, times the step's scales where there are such."""
+def _step_scales(place, live, THERE: tl.constexpr, ONE: tl.constexpr):
+    """A step's scales of rows of inputs or weights, or the one of all; 1 if steps have none."""
+    scales = 1.0
+    if THERE:
+        scales = tl.load(place) if ONE else tl.load(place, mask=live, other=0.0)
+    return scales
+
+
+@triton.jit
+def _add_dot(acc, x, w, x_scales, w_scales, STEPS: tl.constexpr, GROUPED: tl.constexpr, ONE: tl.constexpr):
+    """`acc` and the product of a step, times the step's scales where there are such. ONE: all rows of weights share theirs."""
     if STEPS or GROUPED:
         product = tl.dot(x, w.T)
-        if STEPS:
-            product *= tl.load(w_scales, mask=live, other=0.0)[None, :]
-        if GROUPED:
-            product *= tl.load(x_scales)[:, None]
+        if STEPS and not ONE:
+            product *= w_scales[None, :]
+        if GROUPED and STEPS and ONE:
+            product *= (x_scales * w_scales)[:, None]
+        elif GROUPED:
+            product *= x_scales[:, None]
+        elif STEPS and ONE:
+            product *= w_scales
         acc += product
     else:
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
@@ -83,6 +96,14 @@ def _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_p
     s_place = s_ptr + (expert * scale_rows + s_rows // BO) * columns
     up_s_place = s_ptr + (expert * scale_rows + (s_rows + ups) // BO) * columns
     s_live = s_features < N
+    ONE: tl.constexpr = STEPS and BO % BN == 0 and (not GATED or KIND != CLAMPED_SWIGLU and N % BO == 0)
+    if ONE:
+        s_place = s_ptr + (expert * scale_rows + first_feature // BO) * columns
+        up_s_place = s_ptr + (expert * scale_rows + (first_feature + ups) // BO) * columns
+    xs_place = xs_ptr + source
+    x_scales = _step_scales(xs_place, valid, GROUPED, True)
+    w_scales = _step_scales(s_place, s_live, STEPS, ONE)
+    up_scales = _step_scales(up_s_place, s_live, STEPS and GATED, ONE)
     w_row = expert * (both * N // step) + first_feature
     acc = tl.zeros((BM, wide), tl.float32)
     up = acc
@@ -96,16 +117,19 @@ def _tile(x_ptr, x_rows, w_matrix, s_ptr, xs_ptr, bias_ptr, weights_ptr, order_p
             x = tl.load(x_place, mask=valid[:, None], other=0.0)
         else:
             x = x_rows.load([first_row, first])
-        column = first // 128
-        x_scales = xs_ptr + source + column * x_column.to(tl.int64)
-        acc = _add_dot(acc, x, w, x_scales, s_place + column, s_live, STEPS, GROUPED)
+        x_now, w_now, up_now = x_scales, w_scales, up_scales
+        ahead = tl.minimum(first // 128 + 1, (K - 1) // 128)  # the next step's are on their way during this one
+        x_scales = _step_scales(xs_place + ahead * x_column.to(tl.int64), valid, GROUPED, True)
+        w_scales = _step_scales(s_place + ahead, s_live, STEPS, ONE)
+        up_scales = _step_scales(up_s_place + ahead, s_live, STEPS and GATED, ONE)
+        acc = _add_dot(acc, x, w, x_now, w_now, STEPS, GROUPED, ONE)
         if GATED and turns == 1:
             more = w_matrix.load([w_row + N, first] if step == 1 else [w_row, K + first])
-            up = _add_dot(up, x, more, x_scales, up_s_place + column, s_live, STEPS, GROUPED)
+            up = _add_dot(up, x, more, x_now, up_now, STEPS, GROUPED, ONE)
     if FORM == E4M3:
-        acc = _scaled(acc, xs_ptr + source, s_place, s_live, STEPS, GROUPED)
+        acc = _scaled(acc, xs_place, s_place, s_live, STEPS, GROUPED)
         if GATED and turns == 1:
-            up = _scaled(up, xs_ptr + source, up_s_place, s_live, STEPS, GROUPED)
+            up = _scaled(up, xs_place, up_s_place, s_live, STEPS, GROUPED)
     if turns == 2:
         acc, up = tl.split(tl.reshape(acc, [BM, BN, 2]))
     features = first_feature + tl.arange(0, BN)
@@ -169,8 +193,10 @@ class ManyConfig(NamedTuple):
     programs: int
 
 
-def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool) -> ManyConfig:
-    """The tile by measurement (docs/performance/experts.md)."""
+def many_config(pairs: int, experts: int, inputs: int, rounded: bool, gated: bool, blocks: bool = False) -> ManyConfig:
+    """The tile by measurement (docs/performance/experts.md). `blocks`: weights of 8 bits of which a step of a tile has one scale."""
+    if blocks:
+        return ManyConfig(64, 128, 128, 8, 3, 1 if gated else 2)
     if pairs <= numerics.FAST.experts.many * experts:
         if rounded:
             return ManyConfig(64, 128, 128, 4, 3, 1)
@@ -221,7 +247,9 @@ def many_product(
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
     rounded = isinstance(x, Quantized)
-    config = config or many_config(routes.expected, experts, inputs, rounded, activation is not None)
+    in_blocks = isinstance(weights, Stored8) and weights.block == (128, 128)
+    in_blocks &= activation is None or not activation.alternating and features % 128 == 0
+    config = config or many_config(routes.expected, experts, inputs, rounded, activation is not None, in_blocks)
     codes = weights if isinstance(weights, torch.Tensor) else weights.codes
     numbers = x.codes if isinstance(x, Quantized) else x
     if out is None:
