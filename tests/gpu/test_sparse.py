@@ -24,6 +24,12 @@ CHOSEN = sparse_cases.Case((), top_k=2048, heads=16, latent=512, rope=64, value=
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
 
 
+def slots_in_fp8(memory: torch.Tensor) -> Latents:
+    """Of 656 bytes each."""
+    codes, scales, rope = memory.split((512, 16, 128), -1)
+    return Latents(codes.view(torch.float8_e4m3fn), rope.view(torch.bfloat16), scales.view(torch.float32))
+
+
 def check_choice(case: indexer_cases.Case) -> None:
     args, named = indexer_cases.made(case, "cuda")
     assert torch.equal(choose_slots(*args, **named), choose_slots.twin(*args, **named))
@@ -70,12 +76,38 @@ def test_scores_in_gluon_have_the_bits_of_tritons(dtype: torch.dtype, heads: int
     held = torch.where(keys.float().isnan(), 1.0, torch.randn(keys.shape, device="cuda")).to(keys.dtype)
     scales = named["scales_ES"]
     given = q, weights, top_k, held, table, rows, ratio, None if scales is None else scales.nan_to_num(1.0)
-    found = [indexer.run_scores(*given, early=early) for early in (False, True, True)]
+    found = [indexer.run_scores(*given, early=early) for early in (0, 1, 2)]
     monkeypatch.setattr(indexer_one, "has_gluon", lambda device: False)
     want = indexer.run_scores(*given)
     for token, seen in enumerate((rows.positions_T + 1).tolist()):
         if rows.row_T[token] >= 0 and seen > top_k:
             assert all(torch.equal(one[token, :seen], want[token, :seen]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [LONG, ((3000, 1),) * 64, ((3000, 1),) * 3])
+def test_scores_begin_beside_the_launch_that_stores_the_newest_keys(
+    dtype: torch.dtype, rows: tuple[tuple[int, int], ...]
+) -> None:
+    """Which are zeros before it. Three rows have so many programs that each has one tile."""
+    case = replace(CHOICE, rows=rows, dtype=dtype, top_k=512)
+    (q, weights, top_k, keys, table, step, ratio, _), named = indexer_cases.made(case, "cuda")
+    tokens, total, scales = step.num_tokens, keys.shape[0], named["scales_ES"]
+    memory = torch.zeros(total, 64, 656 if scales is not None else 1152, dtype=torch.uint8, device="cuda")
+    held = Latents(*memory.view(torch.bfloat16).split((512, 64), -1)) if scales is None else slots_in_fp8(memory)
+    at = step.positions_T
+    where = WritePlaces(table[step.slots_R[step.row_T.long()].long(), at // 64], at % 64)
+    raw, vectors = (torch.randn(tokens, *size, device="cuda").bfloat16() for size in ((16, 192), (576,)))
+    up = torch.randn(16, 128, 512, device="cuda").bfloat16()
+    angles = RopeAngles(*(torch.rand(tokens, 1, 64, device="cuda").bfloat16() for _ in range(2)))
+    prep = LatentPrep(Norm(torch.rand(512, device="cuda").bfloat16(), 1e-6), angles, True)
+    for _ in range(5):
+        keys.view(torch.uint8)[where] = 0
+        own = torch.randint(-2, 3, (tokens, 128), device="cuda").bfloat16()
+        given = q.bfloat16(), weights, top_k, keys, table, step, ratio
+        absorb_slots_(raw, vectors, prep, up, own, held, keys, scales, where)
+        found = choose_slots(*given, {}, scales, beside=True)
+        assert torch.equal(found, choose_slots.twin(*given, {}, scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -171,8 +203,7 @@ def test_a_launch_stores_slots_and_carries_queries(tokens: int, fp8: bool) -> No
     dtype, slots, size = torch.bfloat16, 16, 656 if fp8 else 1152
     memory = torch.zeros(8, slots, size, dtype=torch.uint8, device="cuda")
     if fp8:
-        codes, scales, rope = memory.split((512, 16, 128), -1)
-        held = Latents(codes.view(torch.float8_e4m3fn), rope.view(dtype), scales.view(torch.float32))
+        held = slots_in_fp8(memory)
         keys = torch.zeros(8, slots, 128, device="cuda").to(torch.float8_e4m3fn)
         key_scales = torch.zeros(8, slots, device="cuda")
     else:

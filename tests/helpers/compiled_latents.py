@@ -106,13 +106,13 @@ def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
     return _sparse(indexer._scores_kernel, narrow, fp8, constants, sizes, "keys_ptr")
 
 
-def alone(name: str, heads: int, fp8: bool) -> dict[str, Any]:
-    """Scores of rows of one token, `ops/kernels/indexer_gluon.py`."""
+def alone(name: str, heads: int, fp8: bool, chunk: int = 0) -> dict[str, Any]:
+    """Scores of rows of one token, `ops/kernels/indexer_gluon.py`, and their choice among `chunk` slots."""
     types = dict.fromkeys(("weights_ptr", "scores_ptr"), "*fp32") | {"q_ptr": "*" + name, "position_ptr": "*i64"}
-    types |= dict.fromkeys(("row_ptr", "slots_ptr"), "*i32") | {"table_ptr": "*i64"}
+    types |= dict.fromkeys(("row_ptr", "slots_ptr", "chosen_ptr", "counter_ptr"), "*i32") | {"table_ptr": "*i64"}
     types |= {"keys_ptr": "*u8" if fp8 else "*" + name, "scales_ptr": "*fp32" if fp8 else "*" + name}
     constants = {"J": heads, "D": 128, "BJ": heads, "PAGE": 16, "RATIO": 4, "TOP_K": 512, "FP8_MAX": 448.0, "PDL": True}
-    constants |= {"FP8": tl.float8e4nv if fp8 else None}
+    constants |= {"FP8": tl.float8e4nv if fp8 else None, "C": chunk}
     strides = ("q_token", "q_head", "weights_token", "page_stride", "slot_stride", "table_stride", "scores_stride")
     return gluon(indexer_gluon.scores_kernel, types, constants, [*types, *strides], num_warps=4, launch_pdl=True)
 

@@ -104,6 +104,12 @@ class Copies:
     def commit_group(self) -> None:
         self.groups.append([])
 
+    def mbarrier_arrive(self, barrier: Any, increment_count: bool) -> None:
+        """Each thread of a group arrives when what it has asked for has come."""
+        self.commit_group()
+        self.wait_group(0)
+        barrier.arrive(threads=barrier.count)
+
     def wait_group(self, left: int) -> None:
         while len(self.groups) > left + 1:
             for smem, values in self.groups.pop(0):
@@ -117,6 +123,13 @@ def room(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
 def multiply(a, b, acc, use_acc=True, is_async=False):
     found = a.as_subclass(torch.Tensor).float() @ b.as_subclass(torch.Tensor).float()
     return acc + found if use_acc else found
+
+
+def add(at, more, **_):
+    """Programs run one after another, or as threads that wait for each other."""
+    before = at.load()
+    at.store(before + more)
+    return before
 
 
 def where(mask, one, other):
@@ -194,7 +207,7 @@ def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) 
         max=lambda x, axis: x.amax(axis), convert_layout=lambda x, layout, **_: x, multiple_of=lambda x, n: x, reshape=torch.reshape,
         expand_dims=torch.unsqueeze, join=lambda *parts: torch.stack(parts, -1), permute=torch.permute, SliceLayout=nothing, SwizzledSharedLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, abs=torch.abs, BlockedLayout=nothing,
         allocate_shared_memory=room, thread_barrier=nothing, inline_asm_elementwise=numbers_of_e4m3, associative_scan=lambda x, axis, add: x.cumsum(axis), float32=torch.float32, int32=torch.int32,
-        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, float16=torch.float16, int16=torch.int16, pointer_type=lambda kind: kind, DistributedLinearLayout=nothing,
+        int64=torch.int64, uint8=torch.uint8, bfloat16=torch.bfloat16, float16=torch.float16, int16=torch.int16, pointer_type=lambda kind: kind, atomic_add=add, DistributedLinearLayout=nothing,
     )  # fmt: skip
 
 

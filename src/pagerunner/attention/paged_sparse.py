@@ -66,7 +66,8 @@ class PagedSparseBackend(PagedLatentBackend):
             else:
                 prepare_latent_heads_(q_THD, vectors_TL, prep, pages, where)
         if few:
-            return _attend(call, held, absorb(q_THD, up) if q_THC is None else q_THC, plan.scratch)
+            beside = q_THC is not None
+            return _attend(call, held, q_THC if beside else absorb(q_THD, up), plan.scratch, beside)
         out_THV = q_THD.new_empty(q_THD.shape[0], up.num_heads, up.value_dim)
         for first, last in pairwise(equal_parts(rows.num_tokens, MOST_TOKENS)):
             part = slice(first, last)
@@ -77,11 +78,13 @@ class PagedSparseBackend(PagedLatentBackend):
         return out_THV
 
 
-def _attend(call: LatentCall, held: Latents, q_THC: torch.Tensor, scratch: dict[Any, Any]) -> torch.Tensor:
-    """Attention of tokens, `q_THC` in the latent space, to what their indexer queries choose. All is in pages."""
+def _attend(
+    call: LatentCall, held: Latents, q_THC: torch.Tensor, scratch: dict[Any, Any], beside: bool = False
+) -> torch.Tensor:
+    """Attention of tokens, `q_THC` in the latent space, to what their indexer queries choose. All is in pages. `beside`: see `choose_slots`."""
     chooser, memory, table, up = call.chooser, call.pages, call.group.page_table, call.up
     assert chooser is not None and memory.indexer is not None
     choice = chooser.q_TJI, chooser.weights_TJ, chooser.top_k, memory.indexer, table, call.rows, 1
-    chosen_TK = choose_slots(*choice, scratch, memory.indexer_scales)
+    chosen_TK = choose_slots(*choice, scratch, memory.indexer_scales, beside=beside)
     q_THP = call.q_THD[..., up.key_dim :]
     return chosen_values(q_THC, q_THP, held, table, call.rows, chosen_TK, call.scale, up.values_HVC, scratch)

@@ -53,6 +53,8 @@ def choose_slots(
     ratio: int,
     scratch: dict[Any, Any],
     scales_ES: torch.Tensor | None = None,
+    *,
+    beside: bool = False,
 ) -> torch.Tensor:
     """The best `top_k` slots of those that each token sees, in ascending order, [T, K] int32; -1 behind the last one.
 
@@ -61,6 +63,7 @@ def choose_slots(
 
     `scales` are those of keys in fp8. Queries are rounded to fp8, too, then: a power of two for each token and head scales them, as models
     that keep such keys were trained. `scratch` holds what the layers of one step share; it is empty at first.
+    `beside`: the launch before stores this step's keys, and nothing else that is read here (`absorb_slots_`). So scores of older keys may be made meanwhile.
     """
     size, width = pages_ESI.shape[1], width_of(rows, ratio)
     count = min(top_k, width)

@@ -191,8 +191,8 @@ SPARSE, LATENTS, VECTORS = sparse_cases(), latent_cases(), vectors_cases()
 SUMMED = turns([False, True], 5)  # indexer keys in fp8
 SCORED = [("scored", "bf16", 1024, fp8) for fp8 in SUMMED]
 """Attention that chooses slots itself."""
-ALONE = [("alone", "bf16", 64, fp8) for fp8 in SUMMED]
-"""Scores of rows of one token."""
+ALONE = [("alone", "bf16", 64, fp8, chunk) for fp8 in SUMMED for chunk in (0, 4096)]
+"""Scores of rows of one token, and their choice among so many."""
 BEST = turns([False, True], 4)
 HELD = turns([("held", "bf16", 6144, 4096, 1, False), ("held", "fp16", 4096, 4096, 0, False), ("held", "bf16", 6144, 1024, 2, True), ("held", "bf16", 1024, 2048, 0, True)], 5)  # fmt: skip
 PEERS = [
@@ -330,13 +330,15 @@ def test_attention_to_what_an_indexer_chooses_takes_no_more_shared_memory_than_i
 def test_a_score_is_the_same_sum_of_heads_in_decode_and_in_prompts(fp8, compiled):
     """Two slots whose scores are almost equal are chosen alike then. A program of one token has 64 queries, of a prompt 256."""
     found = [compiled["scores", "bf16", 64, fp8, tokens] for tokens in (1, 4, 64)]
-    found += [compiled["choice", "bf16", 64, fp8, 1024], compiled["alone", "bf16", 64, fp8]]
+    found += [compiled[case] for case in (("choice", "bf16", 64, fp8, 1024), *ALONE) if case[3] == fp8]
     assert not any("error" in one for one in found)
     assert all(one["sums"] == [[[1, 8, 16, 32], [2, 4]]] for one in found)
 
 
 @pytest.mark.parametrize(
-    "case", [*(("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED), *(("best", several) for several in BEST)], ids=str
+    "case",
+    [*(("choice", "bf16", 64, fp8, 1024) for fp8 in SUMMED), *(("best", several) for several in BEST), *ALONE],
+    ids=str,
 )
 def test_attention_may_begin_when_all_before_the_choice_is_complete(case, compiled):
     """It reads queries and windows before its turn (`Slots.early`), so what chooses has its own turn before it starts attention."""

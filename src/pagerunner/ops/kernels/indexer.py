@@ -225,8 +225,8 @@ def narrowed(low, high, over, lower, upper, most, many, k):
 
 
 @triton.jit
-def _kept(score, live, count, k, B: tl.constexpr):
-    """Which of the B scores are the best k of the live ones, `count` so many, of equal ones the first; and how many of these are before each of them.
+def border(score, live, count, k, B: tl.constexpr):
+    """Which of the B scores are larger than the least of the best k of the live ones, `count` so many; which are equal to it; and how many of these are among the best.
 
     All threads of a program wait for each other at each sum, so there are few: two counts are one, and what is known isn't counted.
     """
@@ -241,14 +241,18 @@ def _kept(score, live, count, k, B: tl.constexpr):
         counts = tl.sum(tl.where(key >= upper, BOTH, tl.where(key >= lower, 1, 0)), 0)
         most, many = (counts & ((1 << BITS) - 1)).to(tl.int32), ((counts >> BITS) & ((1 << BITS) - 1)).to(tl.int32)
         low, high, over = narrowed(low, high, over, lower, upper, most, many, k)
-    above = live & (key > low)
-    equal = live & (key == low)
+    return live & (key > low), live & (key == low), k - over
+
+
+@triton.jit
+def _kept(score, live, count, k, B: tl.constexpr):
+    """Which of the B scores are the best k of the live ones, `count` so many, of equal ones the first; and how many of these are before each of them."""
+    above, equal, need = border(score, live, count, k, B)
     if B <= 16384:  # both in one word
         sums = _sums_before(tl.where(above, 1, tl.where(equal, 65536, 0)), B)
         larger, same = sums & 0xFFFF, sums >> 16
     else:
         larger, same = _sums_before(above.to(tl.int32), B), _sums_before(equal.to(tl.int32), B)
-    need = k - over
     kept = above | (equal & (same <= need))
     return kept, larger + tl.minimum(same, need) - 1
 
@@ -445,7 +449,7 @@ def run_scores(
     ratio: int,
     scales_ES: torch.Tensor | None,
     sizes: Sizes | None = None,
-    early: bool = False,
+    early: int = 0,
 ) -> torch.Tensor:
     """Scores of the slots that tokens see, [T, N] float32; anything where a token sees at most `top_k`, and behind what it sees. `early`: see `run_one`."""
     tokens, heads, size = q_TJI.shape
@@ -516,8 +520,10 @@ def run_few(
     counter_T: torch.Tensor,
     scales_ES: torch.Tensor | None,
     parts: int = 0,
+    by_gluon: bool = False,
+    early: int = 0,
 ) -> torch.Tensor:
-    """Scores and choice in one launch."""
+    """Scores and choice in one launch. `early`: see `run_one`."""
     (tokens, heads, size), device = q_TJI.shape, q_TJI.device
     dtype, fp8, width = pages_ESI.dtype, scales_ES is not None, width_of(rows, ratio)
     keys, chunk = FEW_KEYS, padded(width)
@@ -525,6 +531,10 @@ def run_few(
     scores_TN = torch.empty(tokens, _width(rows, ratio), dtype=torch.float32, device=device)
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
     held, scales = (pages_ESI.view(torch.uint8), scales_ES) if scales_ES is not None else (pages_ESI, pages_ESI)
+    if by_gluon:
+        own = q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, scales_ES
+        run_one(*own, scores_TN, parts, early, (chosen_TK, counter_T), chunk)
+        return chosen_TK
     _few_kernel[(tokens, parts)](
         q_TJI, weights_TJ, held, scales, scores_TN, chosen_TK, counter_T, rows.row_T, rows.positions_T, rows.slots_R, table_SW, parts, top_k,
         *q_TJI.stride()[:2], weights_TJ.stride(0), *held.stride()[:2], *(scales.stride() if fp8 else (0, 0)),
@@ -541,11 +551,9 @@ def few_warps(slots: int, fp8: bool) -> int:
     return 8 if fp8 or slots > 1024 else 4
 
 
-def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype, by_gluon: bool) -> bool:
-    """Whether scores and choice are one launch. In float32 their products need more registers than there are, and many of fp8 keys take less time in Gluon."""
+def takes_few(rows: StepRows, tokens: int, heads: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether scores and choice are one launch. In float32 their products need more registers than there are. `dtype`: what is multiplied."""
     if not rows.one_token or heads > 64 or dtype.itemsize == 4 or width > CHUNK:
-        return False
-    if by_gluon and dtype.itemsize == 1 and 32 < tokens <= 64 and width > FEW_SLOTS // 2:
         return False
     return tokens == 1 or (tokens <= FEW_TOKENS and width <= FEW_SLOTS)
 
@@ -560,6 +568,8 @@ def choose_slots(
     ratio: int,
     scratch: dict[Any, Any],
     scales_ES: torch.Tensor | None = None,
+    *,
+    beside: bool = False,
 ) -> torch.Tensor:
     """See the twin."""
     tokens, width = q_TJI.shape[0], width_of(rows, ratio)
@@ -571,15 +581,18 @@ def choose_slots(
         return chosen_TK
     fp8 = scales_ES is not None
     by_gluon = takes_gluon(q_TJI, pages_ESI, rows, fp8)
-    if takes_few(rows, tokens, q_TJI.shape[1], width, pages_ESI.dtype if fp8 else q_TJI.dtype, by_gluon):
+    early, scratch["scored"] = 2 if beside else int("scored" in scratch), True
+    if takes_few(rows, tokens, q_TJI.shape[1], width, pages_ESI.dtype if fp8 else q_TJI.dtype):
         counter_T = _counter(scratch, tokens, q_TJI.device)
-        return run_few(q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES)
+        own = q_TJI, weights_TJ, top_k, pages_ESI, table_SW, rows, ratio, counter_T, scales_ES
+        return run_few(*own, by_gluon=by_gluon, early=early)
     together = max(rows.stride, 1)
     most = max(1, BLOCK_SCORES // _width(rows, ratio) // together)
     chosen, edges = [], equal_parts(blocks(tokens, together), most)
     for first, last in pairwise(min(edge * together, tokens) for edge in edges):
         part = slice(first, last)
         some = replace(rows, row_T=rows.row_T[part], positions_T=rows.positions_T[part])
-        scores_TN = run_scores(q_TJI[part], weights_TJ[part], top_k, pages_ESI, table_SW, some, ratio, scales_ES)
+        given = q_TJI[part], weights_TJ[part], top_k, pages_ESI, table_SW, some, ratio, scales_ES
+        scores_TN = run_scores(*given, early=early)
         chosen.append(run_choice(scores_TN, top_k, some, ratio, scratch))
     return torch.cat(chosen) if len(chosen) > 1 else chosen[0]

@@ -35,14 +35,18 @@ def takes_gluon(q_TJI: torch.Tensor, pages_ESI: torch.Tensor, rows: StepRows, fp
 
 def run_one(
     q_TJI: torch.Tensor, weights_TJ: torch.Tensor, top_k: int, pages_ESI: torch.Tensor, table_SW: torch.Tensor, rows: StepRows, ratio: int,
-    scales_ES: torch.Tensor | None, scores_TN: torch.Tensor, parts: int, early: bool,
+    scales_ES: torch.Tensor | None, scores_TN: torch.Tensor, parts: int, early: int, choice: tuple[torch.Tensor, torch.Tensor] | None = None, chunk: int = 0,
 ) -> None:  # fmt: skip
-    """Fill the scores. `early`: an earlier layer of the step has launched this, so rows and tables are there when it starts."""
+    """Fill the scores. `early` 1: an earlier layer of the step has launched this, so rows and tables are there when it starts. 2: all is there but this step's keys, which the launch before
+    stores. `choice`: where chosen slots go, of at most `chunk`,
+    and counters of tokens that are zeros.
+    """
     (tokens, heads, size), dtype = q_TJI.shape, pages_ESI.dtype
     held, scales = (pages_ESI, pages_ESI) if scales_ES is None else (pages_ESI.view(torch.uint8), scales_ES)
     steps = (0, 0) if scales_ES is None else scales.stride()
+    chosen_TK, counter_T = choice or (rows.row_T, rows.row_T)
     _gluon().scores_kernel[(tokens, parts)](
-        q_TJI, weights_TJ, held, scales, scores_TN, rows.row_T, rows.positions_T, rows.slots_R, table_SW, parts, int(early), *q_TJI.stride()[:2],
+        q_TJI, weights_TJ, held, scales, scores_TN, chosen_TK, counter_T, rows.row_T, rows.positions_T, rows.slots_R, table_SW, parts, int(early), *q_TJI.stride()[:2],
         weights_TJ.stride(0), *held.stride()[:2], *steps, table_SW.stride(0), scores_TN.stride(0), J=heads, D=size, BJ=max(16, padded(heads)),
-        PAGE=pages_ESI.shape[1], RATIO=ratio, TOP_K=top_k, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0), num_warps=4, **dependent(q_TJI.device),
+        PAGE=pages_ESI.shape[1], RATIO=ratio, TOP_K=top_k, C=chunk, FP8=fp8_type(dtype), FP8_MAX=FP8_MAX.get(dtype, 0.0), num_warps=4, **dependent(q_TJI.device),
     )  # fmt: skip

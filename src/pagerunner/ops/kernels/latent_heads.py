@@ -70,6 +70,7 @@ def _absorb(
     keys_at = keys_ptr + head.to(tl.int64) * keys_head + n[:, None] * C + c[None, :]
     keys = tl.load(keys_at, mask=(n < N)[:, None] & (c < C)[None, :], other=0.0)
     wait_turn(PDL)
+    start_next(PDL)  # `sparse_latents._absorb_kernel` hasn't until now
     row = q_ptr + tokens.to(tl.int64)[:, None] * q_token + head * q_head
     q = tl.load(row + n[None, :], mask=there[:, None] & (n < N)[None, :], other=0.0)
     if BT < 16:

@@ -185,8 +185,10 @@ def _absorb_kernel(
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     FP8: tl.constexpr, FP8_MAX: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `latent_heads._absorb_kernel`: `absorbing` programs for queries, then one for each token's vector and indexer key."""
-    start_next(PDL)
+    """As `latent_heads._absorb_kernel`: `absorbing` programs for queries, then one for each token's vector and indexer key.
+
+    The next launch starts when all before this one is complete: it makes scores of older keys (`choose_slots`, `beside`).
+    """
     program, angles = tl.program_id(0), (cos_ptr, sin_ptr, angle_token)
     if program < absorbing:
         latent_heads._absorb(
@@ -197,6 +199,7 @@ def _absorb_kernel(
         token, c = (program - absorbing).to(tl.int64), tl.arange(0, CP)
         weight = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
         wait_turn(PDL)
+        start_next(PDL)
         entry = tl.load(entries + token)
         if entry >= 0:
             offset = tl.load(offsets + token)
