@@ -30,10 +30,10 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.left = count
 
-    def arrive(self, more: int = 0) -> None:
+    def arrive(self, more: int = 0, threads: int = 1) -> None:
         with self.changed:
-            assert self.left > 0, "more arrivals than the barrier counts"
-            self.left -= 1
+            assert self.left >= threads, "more arrivals than the barrier counts"
+            self.left -= threads
             self.bytes += more
             self._end()
 

@@ -15,6 +15,7 @@ from pagerunner.ops.sparse_latents import chosen_values
 
 SIZES = Case((), top_k=200, heads=5, latent=512, rope=64, value=16, dtype=torch.bfloat16, longest=1100, groups=4)
 Rows = tuple[tuple[int, int], ...]
+MANY = tuple((length, 1) for length in (2, 70, 129, 9, 300, 63, 64, 4, 500, 0, 1, 1000))
 ROWS, DRAFTS = ((300, 1), (5, 1), (63, 1), (64, 1), (500, 1)), ((200, 3), (40, 1), (250, 4))
 
 
@@ -46,7 +47,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Groups:
 
 @pytest.mark.parametrize(
     ("slices", "heads", "rows", "stride", "size"),
-    [(3, 5, ROWS, 0, 1.0), (20, 16, ROWS, 0, 2.0**-12), (7, 5, DRAFTS, 4, 2.0**10)],
+    [
+        (3, 5, ROWS, 0, 1.0),
+        (2, 5, MANY, 0, 1.0),
+        (3, 5, MANY, 0, 1.0),
+        (20, 16, ROWS, 0, 2.0**-12),
+        (7, 5, DRAFTS, 4, 2.0**10),
+    ],
 )
 def test_chosen_slots(
     monkeypatch: pytest.MonkeyPatch, launched: Groups, slices: int, heads: int, rows: Rows, stride: int, size: float

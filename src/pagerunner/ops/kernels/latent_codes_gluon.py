@@ -1,13 +1,14 @@
 """Attention to slots in e4m3 that an indexer has chosen, on Hopper, in Gluon: some warps make numbers of codes while others multiply them.
 
 `kernels/latent_decode.py` says what a slice is. A unit is a token with up to 16 heads, and its keys are the slots chosen for it. More heads leave no registers for warps that only make numbers
-(`kernels/latent_gluon.py`). Here
+(`kernels/latent_gluon.py`). Three groups of warps work at once:
 
-* One group of warps reads codes, scales and rotary parts of slots, and leaves numbers in one of two tiles of 64 slots. What it reads next is on its way to registers meanwhile, so
-  there is no room for codes in shared memory.
-* The other one multiplies a tile's numbers by the queries, and adds them with their weights, from where they lie. It waits for memory only if memory is slower.
+* Copiers bring codes, scales and rotary parts of 32 slots, as they are, into one of three rooms.
+* Makers read a room, and leave numbers in one of two tiles of 64 slots.
+* Adders multiply a tile's numbers by the queries, and add them with their weights, from where they lie.
 
-The compiler's fence waits for all that a thread has asked for. So who reads numbers has a fence, and not who writes them.
+Copiers alone ask memory for anything while slots are read, and have no registers for it. In registers less would be on its way: loads also need room in the device's first cache, of which shared memory leaves
+28 KiB.
 
 Numbers are 2^60 times too small in tiles: a code's bits are a number of bfloat16 that is 2^120 times too small, and one product with 2^60 times the scale makes up for half of it.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -46,10 +48,15 @@ N = gl.constexpr(64)
 """Keys of a tile."""
 H = gl.constexpr(16)
 """Queries of a program."""
-MAKERS, ADDERS = gl.constexpr(8), gl.constexpr(4)
-"""Warps that make numbers, and that multiply."""
+COPIERS, MAKERS, ADDERS = gl.constexpr(4), gl.constexpr(8), gl.constexpr(4)
+"""Warps of each group."""
 ROWS = gl.constexpr(32)
-"""Slots that become numbers at once."""
+"""Slots that are copied, and become numbers, at once."""
+STAGES = gl.constexpr(3)
+"""Rooms of as many slots."""
+SWAPPED = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
+"""A block's 128 codes of slots. Eight threads read half of a slot's, and halves of every other one are swapped, so that sixteen don't meet in a bank."""
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 G = gl.constexpr(4)
 """Blocks of a latent that have a scale each."""
 PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -58,7 +65,7 @@ PAIRS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 @constexpr_function
 def _in_turn(words: int, warps: int) -> gl.BlockedLayout:
-    """Words of vectors, so many for each thread. All layouts of makers have the same vectors in a thread."""
+    """Words of vectors, so many for each thread. All layouts of a group have the same vectors in a thread."""
     return gl.BlockedLayout([1, words], [4, 8], [warps, 1], [1, 0])
 
 
@@ -82,26 +89,53 @@ def _twice(factors):
 
 
 @gluon.jit
-def _read(pages, place, there):
-    """Ask for slots: words of codes, block after block, their scales, and rotary parts."""
+def _bring(raw, met, pages, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """The warps that copy slots as they are. Pages of a piece are looked up while the one before is copied, its slots one more piece ahead."""
     codes, rope, scales = pages
-    word = gl.arange(0, 32, gl.SliceLayout(0, _in_turn(2, MAKERS)))[None, :]
-    words = ()
-    for g in gl.static_range(G):
-        words = words + (gl.load(codes + (place * 4)[:, None] + (g * 32 + word), mask=there, other=0),)
-    x = gl.arange(0, 64, gl.SliceLayout(0, _in_turn(8, MAKERS)))[None, :]
-    at = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(8, MAKERS)), assert_trivial=True)
-    turned = gl.load(rope + (at * 8)[:, None] + x, mask=there, other=0.0)
-    g = gl.arange(0, G, gl.SliceLayout(0, _in_turn(4, MAKERS)))[None, :]
-    at = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(4, MAKERS)), assert_trivial=True)
-    return words, turned, gl.load(scales + (at * 4)[:, None] + g, mask=there, other=0.0)
+    raw_codes, raw_rope, raw_scales = raw
+    full, empty = met
+    page_stride, slot_stride = strides
+    n = gl.arange(0, ROWS, gl.SliceLayout(1, _in_turn(4, COPIERS)))
+    word = gl.arange(0, 32, gl.SliceLayout(0, _in_turn(4, COPIERS)))[None, :]
+    x = gl.arange(0, 64, gl.SliceLayout(0, _in_turn(8, COPIERS)))[None, :]
+    few = gl.arange(0, G, gl.SliceLayout(0, _in_turn(4, COPIERS)))[None, :]
+    tile, stop, unit = _piece(slice_ptr)
+    stage, phase = 0, 1
+    while tile < stop:
+        first, length, row, end, upto = _unit(unit_ptr, unit, stop)
+        tile = gl.maximum(tile, first)
+        wait_turn(PDL)
+        start_next(PDL)
+        if upto > tile:
+            own, row_table = chosen + unit.to(gl.int64) * chosen_stride, table + row.to(gl.int64) * table_stride
+            at, last = (tile - first) * N, (upto - first) * N
+            slot, later = _slots(own, at + n, length, True), _slots(own, at + ROWS + n, length, True)
+            entry = _entries(row_table, slot, PAGE)
+            for key in range(at, last, ROWS):
+                place = entry.to(gl.int64) * page_stride + slot % PAGE * slot_stride
+                turned = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(8, COPIERS)), assert_trivial=True)
+                mbarrier.wait(empty.index(stage), phase)
+                for g in gl.static_range(G):
+                    async_copy.async_copy_global_to_shared(
+                        raw_codes[g].index(stage), codes + (place * 4)[:, None] + (g * 32 + word)
+                    )
+                async_copy.async_copy_global_to_shared(raw_rope.index(stage), rope + (turned * 8)[:, None] + x)
+                async_copy.async_copy_global_to_shared(raw_scales.index(stage), scales + (place * 4)[:, None] + few)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                entry, slot = _entries(row_table, later, PAGE), later
+                later = _slots(own, key + 2 * ROWS + n, length, True)
+                stage += 1
+                if stage == STAGES:
+                    stage, phase = 0, phase ^ 1
+            tile = upto
+        unit += 1
+    wait_turn(PDL)  # without tiles, too
+    start_next(PDL)
 
 
 @gluon.jit
-def _convert(read, latents, rope, first: gl.constexpr):
-    """Make numbers of what has been read, for slots from `first` on of a tile."""
-    words, turned, scales = read
-    rope.slice(first, ROWS).store(turned)
+def _convert(words, scales, latents, first: gl.constexpr):
+    """Make numbers of codes, for slots from `first` on of a tile."""
     even, odd = gl.split(gl.reshape(_twice(scales), [ROWS, 2, 2]))
     even, odd = gl.split(even), gl.split(odd)
     made = ()
@@ -118,49 +152,41 @@ def _convert(read, latents, rope, first: gl.constexpr):
 
 
 @gluon.jit
-def _make(rooms, met, pages, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE: gl.constexpr):  # fmt: skip
-    """The warps that make numbers. Of four pieces of ROWS slots one becomes numbers while three are on their way; pages of two more are, and slots of another one.
-
-    Nothing that is on its way may be moved to another register, which would wait for it. So a round of the loop has four pieces, and names what it knows of them anew.
-    """
+def _make(rooms, raw, met, raw_met, unit_ptr, slice_ptr):
+    """The warps that make numbers."""
     k_latent, k_rope = rooms
+    raw_codes, raw_rope, raw_scales = raw
     full, empty = met
-    page_stride, slot_stride = strides
-    n = gl.arange(0, ROWS, gl.SliceLayout(1, _in_turn(2, MAKERS)))
+    brought, taken = raw_met
     tile, stop, unit = _piece(slice_ptr)
-    turn = 0
+    stage, phase, turn = 0, 0, 0
     while tile < stop:
-        first, length, row, end, upto = _unit(unit_ptr, unit, stop)
-        if upto > tile:
-            own, row_table = chosen + unit.to(gl.int64) * chosen_stride, table + row.to(gl.int64) * table_stride
-            at, last = (tile - first) * N, (upto - first) * N
-            slots, entries, reads = (), (), ()
-            for i in gl.static_range(6):
-                slots = slots + (_slots(own, at + i * ROWS + n, length, True),)
-            for i in gl.static_range(5):
-                entries = entries + (_entries(row_table, slots[i], PAGE),)
-            for i in gl.static_range(3):
-                place = entries[i].to(gl.int64) * page_stride + slots[i] % PAGE * slot_stride
-                reads = reads + (_read(pages, place, at + i * ROWS < last),)
-            slots, entries = (slots[3], slots[4], slots[5]), (entries[3], entries[4])
-            for start in range(at, last, 4 * ROWS):
-                for part in gl.static_range(4):
-                    key = start + part * ROWS
-                    place = entries[0].to(gl.int64) * page_stride + slots[0] % PAGE * slot_stride
-                    following = _read(pages, place, key + 3 * ROWS < last)
-                    entries = entries[1], _entries(row_table, slots[2], PAGE)
-                    slots = slots[1], slots[2], _slots(own, key + 6 * ROWS + n, length, True)
-                    if key < last:
-                        stage, inside = turn & 1, part * ROWS % N
-                        if inside == 0:
-                            mbarrier.wait(empty.index(stage), turn >> 1 & 1 ^ 1)
-                        _convert(reads[0], k_latent.index(stage), k_rope.index(stage), part * ROWS % N)
-                        if inside + ROWS == N:
-                            gl.thread_barrier()
-                            mbarrier.arrive(full.index(stage))
-                            turn += 1
-                    reads = reads[1], reads[2], following
-            tile = upto
+        first, _, _, _, upto = _unit(unit_ptr, unit, stop)
+        tile = gl.maximum(tile, first)
+        for _ in range(tile, upto):
+            into = turn & 1
+            mbarrier.wait(empty.index(into), turn >> 1 & 1 ^ 1)
+            for half in gl.static_range(0, N, ROWS):
+                mbarrier.wait(brought.index(stage), phase)
+                words = ()
+                for g in gl.static_range(G):
+                    words = words + (raw_codes[g].index(stage).load(_in_turn(2, MAKERS)),)
+                turned, scales = (
+                    raw_rope.index(stage).load(_in_turn(8, MAKERS)),
+                    raw_scales.index(stage).load(_in_turn(4, MAKERS)),
+                )
+                gl.thread_barrier()
+                mbarrier.arrive(taken.index(stage))
+                k_rope.index(into).slice(half, ROWS).store(turned)
+                _convert(words, scales, k_latent.index(into), half)
+                stage += 1
+                if stage == STAGES:
+                    stage, phase = 0, phase ^ 1
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(into))
+            turn += 1
+        tile = gl.maximum(tile, upto)
         unit += 1
 
 
@@ -181,6 +207,7 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
     turn = 0
     while tile < stop:
         first, length, _, end, upto = _unit(unit_ptr, unit, stop)
+        tile = gl.maximum(tile, first)
         if upto > tile:
             gl.thread_barrier()  # all have read the unit before
             _read_queries(q_low, q_latent, unit, first_query, num_heads, qc_token, qc_head, 1, WIDE)
@@ -196,7 +223,6 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
                 stage = turn & 1
                 latents = k_latent.index(stage)
                 mbarrier.wait(full.index(stage), turn >> 1 & 1)
-                fence_async_shared()
                 scores = _scores(q_low, q_turned, latents, k_rope.index(stage), H)
                 scores = warpgroup_mma_wait(0, deps=(scores,))
                 weights, most, total, sums = _soften(scores, most, total, sums, start, sees, length, scale * UP, LOWEST / UP, H)  # fmt: skip
@@ -210,22 +236,29 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
         unit += 1
 
 
-@gluon.jit(do_not_specialize=["num_heads", "chosen_stride"])
+@gluon.jit(do_not_specialize=["num_heads", "chosen_stride", "early"])
 def codes_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, found, unit_ptr, slice_ptr, table, num_heads, scale, qc_token, qc_head, qp_token,
-                 qp_head, page_stride, slot_stride, table_stride, chosen_stride, whole_token, whole_head,
+                 qp_head, page_stride, slot_stride, table_stride, chosen_stride, whole_token, whole_head, early,
                  PAGE: gl.constexpr, C: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """One slice of a token's queries; see `latent_decode._slices_kernel`. C elements of a latent. Strides of pages and slots are counted in 16 bytes, and those of codes, scales and rotary parts are the same."""
-    wait_turn(PDL)
-    start_next(PDL)
+    if early == 0:
+        wait_turn(PDL)
     dtype: gl.constexpr = q_latent.dtype.element_ty
     k_latent = gl.allocate_shared_memory(dtype, [2, N, C], OPERAND)
     k_rope = gl.allocate_shared_memory(dtype, [2, N, N], OPERAND)
+    raw_codes = ()
+    for _g in gl.static_range(G):
+        raw_codes = raw_codes + (gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], SWAPPED),)
+    raw_rope = gl.allocate_shared_memory(dtype, [STAGES, ROWS, 64], PLAIN)
+    raw_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, G], PLAIN)
     rooms, met = (k_latent, k_rope), (barriers(2, 1), barriers(2, 1))
+    raw, raw_met = (raw_codes, raw_rope, raw_scales), (barriers(STAGES, COPIERS * 32), barriers(STAGES, 1))
     fence_async_shared()
     held = pages.to(gl.pointer_type(gl.int32), bitcast=True), rope, scales
     strides = page_stride, slot_stride
     queries = q_latent, q_rope, qc_token, qc_head, qp_token, qp_head
     gl.warp_specialize([
         (_multiply, (rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num_heads, scale, whole_token, whole_head)),
-        (_make, (rooms, met, held, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE)),
-    ], [MAKERS], [144])  # fmt: skip
+        (_make, (rooms, raw, met, raw_met, unit_ptr, slice_ptr)),
+        (_bring, (raw, raw_met, held, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE, PDL)),
+    ], [MAKERS, COPIERS], [112, 64])  # fmt: skip

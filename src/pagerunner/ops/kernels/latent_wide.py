@@ -110,8 +110,9 @@ def run_wide(
     schedule: Schedule,
     stride: int,
     chosen_TK: torch.Tensor | None = None,
+    early: bool = False,
 ) -> Partial:
-    """Launch `slices_kernel` for units of `stride` tokens. `chosen_TK`: a unit is a token then, and sees these slots alone."""
+    """Launch `slices_kernel` for units of `stride` tokens. `chosen_TK`: a unit is a token then, and sees these slots alone. `early`: only they are of the launch before."""
     (tokens, heads, latent), rope, device = q_THC.shape, q_THP.shape[-1], q_THC.device
     queries, slices = heads * stride, schedule.slice.shape[0] // 2 - 1
     whole_THC = torch.empty(heads, tokens, latent, dtype=q_THC.dtype, device=device).transpose(0, 1)
@@ -135,7 +136,7 @@ def run_wide(
         assert chosen_TK is not None and stride == 1
         _codes().codes_kernel[grid](
             q_THC, q_THP, codes.view(torch.uint8), turned, scales, chosen_TK, whole_THC, parts, found, schedule.unit, schedule.slice, table_SW, heads, base,
-            *strides, *_strides(codes), table_SW.stride(0), chosen_TK.stride(0), *out, PAGE=codes.shape[1], C=latent, num_warps=_codes().ADDERS.value,
+            *strides, *_strides(codes), table_SW.stride(0), chosen_TK.stride(0), *out, int(early), PAGE=codes.shape[1], C=latent, num_warps=_codes().ADDERS.value,
             **dependent(device),
         )  # fmt: skip
         return Partial(whole_THC, parts, found)

@@ -362,10 +362,12 @@ def chosen_values(
         wide_tiles, most = latent_wide.wide_tiles(heads), chosen_TK.shape[1]
         slices = min(latent_wide.slice_count(tokens, heads, q_THC.device), tokens * blocks(most, wide_tiles.keys))
         schedule = scratch.get(("wide", slices, most))
+        # the choice was the last launch, and waited for all before it, among them an earlier layer's schedule
+        early = schedule is not None and rows.max_seq_len > most
         if schedule is None:
             schedule = run_schedule(rows, slices, wide_tiles, stride=1, most=most)
             scratch["wide", slices, most] = schedule
-        wide = latent_wide.run_wide(q_THC, q_THP, pages, table_SW, rows, scale, schedule, 1, chosen_TK)
+        wide = latent_wide.run_wide(q_THC, q_THP, pages, table_SW, rows, scale, schedule, 1, chosen_TK, early)
         return run_values(wide, schedule, rows, up_HVC, one_by_one=True)
     tiles = chosen_tiles(heads, q_THC.dtype.itemsize, pages.scales_ESG is not None)
     splits = split_count(tokens, heads, chosen_TK.shape[1], q_THC.device, tiles)
