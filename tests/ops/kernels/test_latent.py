@@ -121,27 +121,33 @@ def test_more_tokens_than_the_schedule_looks_at_together(monkeypatch: pytest.Mon
     st.lists(st.one_of(st.just(0), st.integers(1, 9), st.integers(1, 4000)), min_size=1, max_size=40),
     st.integers(1, 9),
     st.integers(1, 9),
+    st.sampled_from([0, 3]),
 )
-def test_every_tile_is_in_one_slice_and_every_part_is_found(lengths: list[int], slices: int, least: int) -> None:
+def test_every_tile_is_in_one_slice_and_every_part_is_found(
+    lengths: list[int], slices: int, least: int, extra: int
+) -> None:
     tiles = latent_decode.Tiles(16, 32, 4, 1, 1, least)
     count = len(lengths)
     rows = StepRows.of([1] * count, lengths, range(count))
     rows = replace(rows, row_T=torch.where(rows.positions_T < 0, -1, rows.row_T), positions_T=rows.positions_T.clamp(0))
-    schedule = latent_decode.run_schedule(rows, slices, tiles)
+    schedule = latent_decode.run_schedule(rows, slices, tiles, extra=extra)
     unit = schedule.unit.view(-1, 4).tolist()
     part = schedule.part[: 2 * count].view(-1, 2).tolist()
     cut = schedule.slice.view(-1, 2).tolist()
     assert [x[1] for x in unit[:-1]] == lengths
-    assert cut[0][0] == 0 and cut[-1][0] == unit[-1][0] == sum(-(-length // 32) for length in lengths)
+    counts = [-(-length // 32) for length in lengths]
+    assert cut[0][0] in (0, extra) and cut[-1][0] == unit[-1][0] == sum(each + extra for each in counts if each)
     found: dict[int, list[int]] = {token: [] for token in range(count)}
+    done: dict[int, list[int]] = {token: [] for token in range(count)}
     for number, ((tile, token), (stop, _)) in enumerate(pairwise(cut)):
-        while tile < stop:
-            upto = min(stop, unit[token + 1][0])
+        while tile < stop:  # as kernels do
+            upto, tile = min(stop, unit[token][0] + counts[token]), max(tile, unit[token][0])
             if upto > tile:
-                assert unit[token][0] <= tile
                 found[token].append(number)
+                done[token] += range(tile - unit[token][0], upto - unit[token][0])
                 tile = upto
             token += 1
+    assert [done[token] for token in range(count)] == [list(range(each)) for each in counts]
     for token, (first, pieces) in enumerate(part):
         assert pieces == len(found[token])
         if pieces > 1:

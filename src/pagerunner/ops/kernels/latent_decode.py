@@ -46,9 +46,9 @@ MOST_PARTS = 64  # of one query, because each costs as much to merge as a third 
 @triton.jit(do_not_specialize=["num_units", "slices", "most_keys"])
 def _schedule_kernel(
     row_ptr, slots_ptr, position_ptr, lengths_ptr, unit_ptr, part_ptr, slice_ptr, num_units, slices, most_keys,
-    BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
+    BN: tl.constexpr, LEAST: tl.constexpr, SNAP: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """One program. A slice has at least LEAST tiles, before its ends move. A unit has at most `most_keys`.
+    """One program. A slice has at least LEAST tiles, before its ends move. A unit has at most `most_keys`. EXTRA: so many tiles that aren't there lie before a unit's, as it takes as long to begin with it.
 
     `unit` [U + 1, 4]: a unit's first tile, its number of keys (0: padding), and its slot. `slice` [S + 1, 2]: a slice's first tile,
     and the unit that it belongs to. `part` [U, 2]: the first slice with tiles of the unit, and how many there are.
@@ -64,11 +64,11 @@ def _schedule_kernel(
             length = tl.load(position_ptr + unit, mask=row >= 0, other=-1).to(tl.int32) + 1
         length = tl.minimum(length, most_keys)
         count = tl.cdiv(length, BN)
-        ends = tiles + tl.cumsum(count, 0)
-        tl.store(unit_ptr + unit * 4, ends - count, mask=there)
+        both = count + tl.where(count > 0, EXTRA, 0)
+        tl.store(unit_ptr + unit * 4, tiles + tl.cumsum(both, 0) - count, mask=there)
         tl.store(unit_ptr + unit * 4 + 1, length, mask=there)
         tl.store(unit_ptr + unit * 4 + 2, tl.load(slots_ptr + row, mask=row >= 0, other=0), mask=there)
-        tiles += tl.sum(count, 0)
+        tiles += tl.sum(both, 0)
     tl.store(unit_ptr + num_units * 4, tiles)
     per = tl.maximum(tl.cdiv(tiles, slices), LEAST)
     most = tl.minimum(SNAP, per // 2)
@@ -77,7 +77,7 @@ def _schedule_kernel(
         unit = start + tl.arange(0, BLOCK)
         there = unit < num_units
         begin = tl.load(unit_ptr + unit * 4, mask=there, other=0)
-        end = tl.load(unit_ptr + unit * 4 + 4, mask=there, other=0)
+        end = begin + tl.cdiv(tl.load(unit_ptr + unit * 4 + 1, mask=there, other=0), BN)
         first_cut = tl.cdiv(begin + most + 1, per)  # the first that is inside the unit
         cuts = tl.maximum((end - most - 1) // per - first_cut + 1, 0)
         # where no cut is inside, the slice is one of those that begin by the unit's middle; nobody asks which
@@ -93,7 +93,7 @@ def _schedule_kernel(
             unit += tl.sum((ends[None, :] <= cut[:, None]).to(tl.int32), 1)
         inside = unit < num_units
         begin = tl.load(unit_ptr + unit * 4, mask=inside, other=0)
-        end = tl.load(unit_ptr + unit * 4 + 4, mask=inside, other=0)
+        end = begin + tl.cdiv(tl.load(unit_ptr + unit * 4 + 1, mask=inside, other=0), BN)
         to_end = inside & (cut - begin > most) & (end - cut <= most)
         moved = tl.where(inside & (cut - begin <= most), begin, tl.where(to_end, end, cut))
         tl.store(slice_ptr + at * 2, moved, mask=at <= slices)
@@ -424,8 +424,10 @@ def values_config(tokens: int, heads: int) -> ValuesConfig:
     return ValuesConfig(128, 16 if tokens <= 96 else 32, 1, 8)
 
 
-def run_schedule(rows: StepRows, slices: int, tiles: Tiles, *, stride: int = 0, most: int = ALL) -> Schedule:
-    """Divide the step's units, of `stride` tokens if it isn't 0. Units have at most so many keys."""
+def run_schedule(
+    rows: StepRows, slices: int, tiles: Tiles, *, stride: int = 0, most: int = ALL, extra: int = 0
+) -> Schedule:
+    """Divide the step's units, of `stride` tokens if it isn't 0. Units have at most so many keys, and a unit counts as `extra` more tiles than it has."""
     stride = stride or max(rows.stride, 1)
     units = rows.num_tokens // stride
     block = min(BLOCK, max(16, padded(units)))
@@ -433,7 +435,7 @@ def run_schedule(rows: StepRows, slices: int, tiles: Tiles, *, stride: int = 0, 
     schedule = Schedule(*torch.empty(sum(sizes), dtype=torch.int32, device=rows.row_T.device).split(sizes))
     _schedule_kernel[(1,)](
         rows.row_T, rows.slots_R, rows.positions_T, rows.seq_lens_R, *schedule, units, slices, most,
-        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, STRIDE=stride, BLOCK=block, BS=min(256, PAIRS // block), num_warps=4,
+        BN=tiles.keys, LEAST=tiles.least, SNAP=SNAP, STRIDE=stride, BLOCK=block, BS=min(256, PAIRS // block), EXTRA=extra, num_warps=4,
     )  # fmt: skip
     return schedule
 

@@ -359,7 +359,7 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
         length = gl.load(unit_ptr + unit * 4 + 1)
         row_table = table + gl.load(unit_ptr + unit * 4 + 2).to(gl.int64) * table_stride
         end = first_tile + (length + N - 1) // N
-        upto = gl.minimum(stop, end)
+        upto, tile = gl.minimum(stop, end), gl.maximum(tile, first_tile)
         if upto > tile:
             own = chosen + unit.to(gl.int64) * chosen_stride
             at, last = (tile - first_tile) * N, (upto - first_tile) * N

@@ -39,6 +39,7 @@ from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.sparse_latents import Latents
 
 MOST_PARTS = 16
+UNIT_TILES = 3  # which a token's beginning and end take as long as (docs/performance/latents.md)
 
 
 @triton.jit
@@ -365,7 +366,9 @@ def chosen_values(
         # the choice was the last launch, and waited for all before it, among them an earlier layer's schedule
         early = schedule is not None and rows.max_seq_len > most
         if schedule is None:
-            schedule = run_schedule(rows, slices, wide_tiles, stride=1, most=most)
+            # slices of decode have about as many units each
+            extra = UNIT_TILES if tokens >= 4 * slices else 0
+            schedule = run_schedule(rows, slices, wide_tiles, stride=1, most=most, extra=extra)
             scratch["wide", slices, most] = schedule
         wide = latent_wide.run_wide(q_THC, q_THP, pages, table_SW, rows, scale, schedule, 1, chosen_TK, early)
         return run_values(wide, schedule, rows, up_HVC, one_by_one=True)
