@@ -71,6 +71,38 @@ def test_choices_are_those_that_were_fastest(tokens, shape, want):
     assert eight_config(tokens, *shape, 132)[1:] == want
 
 
+@pytest.mark.parametrize(
+    ("shape", "high", "want"),
+    [
+        ((24_576, 4096), 128, [24_576]), ((51_200, 5120), 128, [50_688, 51_200]), ((51_200, 5120), 1, [50_688, 51_200]), ((51_200, 5120), 384, [50_688, 51_200]),
+        ((51_200, 5120), 256, [50_688, 51_200]), ((51_200, 5120), 1024, [51_200]), ((28_672, 4096), 1, [28_672]),
+    ],
+)  # fmt: skip
+def test_what_is_left_of_whole_rounds_has_a_launch_of_its_own(shape, high, want):
+    """Where that takes a tenth less, and whole blocks with one scale come before it."""
+    found = linear_eight.pieces(72, *shape, 132, high)
+    assert [last for last, _ in found] == want
+    if len(found) == 2:
+        assert found[0][1][1:] == (3, 2, 1) and found[1][1] == eight_config(72, want[1] - want[0], shape[1], 132)
+
+
+def test_pieces_are_multiplied_by_their_own_rows(monkeypatch):
+    """Each launch has its rows' codes, scales, bias and outputs."""
+    config = eight_config(20, 256, 256, 132)
+    monkeypatch.setattr(linear_eight, "pieces", lambda *_: ((128, config), (256, config)))
+    monkeypatch.setattr(linear_eight, "multiprocessors", lambda device: 132)
+
+    def run(x: Quantized, weight: Stored8, bias: torch.Tensor, out: torch.Tensor, grouped: bool, *_: Any) -> None:
+        out += dequantized(x) @ dense(weight, torch.float32).T + bias
+
+    monkeypatch.setattr(linear_eight, "_run_piece", run)
+    for form in ("fp8 row", "fp8 block"):
+        matrix, bias, out = stored(form, 256, 256), torch.randn(256), torch.zeros(20, 256)
+        x = quantize(torch.randn(20, 256), torch.float8_e4m3fn, grouped="block" in form)
+        linear_eight.run_eight(x, matrix, bias, out, grouped="block" in form, add=True)
+        torch.testing.assert_close(out, dequantized(x) @ dense(matrix, torch.float32).T + bias, atol=1e-2, rtol=1e-4)
+
+
 def test_sizes_are_blocks_and_a_smaller_one():
     """What is behind the whole blocks is a power of two of at least 8, as products want it."""
     for size in SIZES:

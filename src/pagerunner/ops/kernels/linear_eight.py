@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ from pagerunner.ops.kernels.linear_dense import STEP_TIMES
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.quantize import GROUP, Quantized
-from pagerunner.ops.stored import Stored8
+from pagerunner.ops.stored import Stored8, rows_of
 
 SIZES = 16, 32, 64, 96, 128, 160
 """Tokens of a tile."""
 MOST_OF_ROWS = 96
 """With more tokens and scales of rows, `linear_rounded.py` was faster."""
+LAUNCH = 4.0
+"""Microseconds of a launch more."""
 BLOCK = 64
 """Tokens of a product."""
 ROOM = 196 * 1024
@@ -70,8 +73,8 @@ class EightConfig(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def eight_config(tokens: int, outputs: int, inputs: int, programs: int) -> EightConfig:
-    """The tile that takes least, on a device with so many multiprocessors; the same for all numbers of tokens that a tile has.
+def _fastest(tokens: int, outputs: int, inputs: int, programs: int) -> tuple[float, EightConfig]:
+    """About how many microseconds a product takes, and the tile that takes least, on a device with so many multiprocessors; the same for all numbers of tokens that a tile has.
 
     Each multiprocessor has one program: equally many whole tiles, or one of the parts of a tile. A single group of warps is for matrices so small that
     others would leave half of the multiprocessors idle.
@@ -87,6 +90,31 @@ def eight_config(tokens: int, outputs: int, inputs: int, programs: int) -> Eight
         if parts > 1:
             time += 1.75 + parts * outputs * size * 4e-6
         found.append((time, EightConfig(size, groups, each, parts)))
+    return min(found)
+
+
+def eight_config(tokens: int, outputs: int, inputs: int, programs: int) -> EightConfig:
+    """The tile of one launch; see `_fastest`."""
+    return _fastest(tokens, outputs, inputs, programs)[1]
+
+
+@functools.lru_cache(4096)
+def pieces(tokens: int, outputs: int, inputs: int, programs: int, high: int) -> tuple[tuple[int, EightConfig], ...]:
+    """The last output feature and the tile of each launch: of one, or of whole rounds of tiles and then the rest, as in `linear_wide.pieces`.
+
+    `high` rows share a scale, and each launch begins with such a block.
+    """
+    time, whole = _fastest(tokens, outputs, inputs, programs)
+    found = [(0.9 * time, ((outputs, whole),))]
+    for groups in (3, 2):
+        rounds = outputs // (64 * groups * programs)
+        first = rounds * 64 * groups * programs
+        if 0 < first < outputs and first % high == 0:
+            after, rest = _fastest(tokens, outputs - first, inputs, programs)
+            steps = rounds * blocks(inputs, GROUP) * STEP_TIMES[groups] * (1 + whole.tokens / 450)
+            found.append(
+                (steps + after + LAUNCH, ((first, EightConfig(whole.tokens, groups, rounds, 1)), (outputs, rest)))
+            )
     return min(found)[1]
 
 
@@ -105,18 +133,32 @@ def serves(tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torch.de
     return whole and weight_OI.scales.is_contiguous() and weight_OI.codes.data_ptr() % 16 == 0 and has_gluon(device)
 
 
-def kernels_of(tokens: int, weight_OI: Stored8, device: torch.device) -> EightConfig:
+def _pieces(tokens: int, weight_OI: Stored8, device: torch.device) -> tuple[tuple[int, EightConfig], ...]:
+    return pieces(tokens, *weight_OI.shape, multiprocessors(device), weight_OI.block[0])
+
+
+def kernels_of(tokens: int, weight_OI: Stored8, device: torch.device) -> Hashable:
     """What decides which kernels are launched."""
-    return eight_config(tokens, *weight_OI.shape, multiprocessors(device))
+    found = [config for _, config in _pieces(tokens, weight_OI, device)]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def run_eight(
-    x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, grouped: bool, add: bool = False,
-    config: EightConfig | None = None,
+    x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, grouped: bool, add: bool = False
 ) -> None:  # fmt: skip
     """Write the product into `out`, or add it."""
+    first = 0
+    for last, config in _pieces(x.codes.shape[0], weight_OI, out_TO.device):
+        rows, bias = rows_of(weight_OI, first, last), None if bias_O is None else bias_O[first:last]
+        _run_piece(x, rows, bias, out_TO[:, first:last], grouped, add, config)
+        first = last
+
+
+def _run_piece(
+    x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, grouped: bool, add: bool, config: EightConfig
+) -> None:  # fmt: skip
+    """One launch, and one that adds parts."""
     (tokens, inputs), outputs = x.codes.shape, weight_OI.shape[0]
-    config = config or kernels_of(tokens, weight_OI, out_TO.device)
     part = blocks(blocks(inputs, GROUP), config.parts)
     tile, done = part * config.parts, config.parts == 1
     sums_PTO = out_TO if done else torch.empty(config.parts, tokens, outputs, dtype=torch.float32, device=out_TO.device)
