@@ -205,6 +205,7 @@ class _Call:
             self.entry_tiles = 0
         # of a row in `few_kernel`; two warps, which more heads have, haven't registers to merge some of them first
         self.row_parts = max(_borders().row_parts // self.kv_heads if self.group <= 8 else 0, MOST_MERGED.value)
+        self.grouped = not self.stride and self.units < _borders().few_rows and self.slices > MOST_MERGED.value
         self.tiles = few if self.few else self.decode
         self.out = q.new_empty(self.tokens, self.heads, self.dim_v)
 
@@ -215,6 +216,8 @@ class _Call:
         counters = self.tokens * self.kv_heads  # of a unit's pieces by head, and of pieces that are merged together
         if self.few and not self.stride:
             counters += (self.few_slices() + self.tokens) * self.kv_heads
+        elif self.grouped:
+            counters += self.slices * self.kv_heads
         sizes = [6, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -284,7 +287,7 @@ class _Call:
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=tiles.registers, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
-            PAGE_P=padded(self.page), **launch,
+            PAGE_P=padded(self.page), GROUPED=self.grouped, **launch,
         )  # fmt: skip
 
     def run_drafts(self, schedule: _Schedule, *, early: bool) -> None:
@@ -481,7 +484,7 @@ class _Call:
     def run(self) -> torch.Tensor:
         if not self.wide and self.library_serves():
             return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
-        key = self.kv_heads, self.group, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts  # fmt: skip
+        key = self.kv_heads, self.group, self.own, self.few, self.grouped, self.tiles, self.prefill, self.shared_splits, self.prefill_parts  # fmt: skip
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and (self.few or self.units < _borders().few_rows)
