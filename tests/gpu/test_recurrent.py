@@ -17,6 +17,7 @@ from pagerunner.memory.specs import RecurrentState
 from pagerunner.ops.causal_conv import causal_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
 from pagerunner.ops.mamba2 import mamba2_rows
+from pagerunner.ops.state_rows import StateRows
 from pagerunner.types import StateSave
 
 STEPS = {
@@ -131,6 +132,27 @@ def test_drafts_are_plain_decoding(kind: str, drafts: int, dtype: torch.dtype) -
         device=DEVICE,
         same=same,
     )
+
+
+@each_kind
+def test_a_step_of_one_token_a_row_right_behind_a_write_of_its_states(kind: str) -> None:
+    """Its kernel reads states before its turn. The convolution lies between, and has waited for the write."""
+    dtype = torch.bfloat16
+    made, spec = layer(kind, dtype, dtype)
+    rows, table = StepRows.of([1] * 256, [1] * 256, range(256), DEVICE), torch.randperm(256, device=DEVICE)[:, None]
+    given = [torch.randn(256, *shape, device=DEVICE, dtype=dtype) for shape in (*spec.shapes, *spec.entry)]
+    found = []
+    for waits in (True, False, False):
+        states = tuple(torch.full_like(part, float("nan")) for part in given[:2])
+        torch.cuda.synchronize()
+        for state, part in zip(states, given[:2], strict=True):
+            state.copy_(part)
+        if waits:
+            torch.cuda.synchronize()
+        out = made.rows(tuple(given[2:]), StatePages(0, states), StateRows(rows, table))
+        found.append((out, *states))
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
 
 
 def test_a_graph_replays_any_step_and_saves_states() -> None:

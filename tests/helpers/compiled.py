@@ -355,6 +355,8 @@ def peers(name: str, ranks: int, parts: int = 0, pairs: int = 0) -> dict[str, An
 RECURRENCES = {
     "gdn": {"MOST": 8, "KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "LISTED": 256},
     "one gdn": {"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128, "BK": 128, "PDL": True},
+    "one mamba2": {"GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.ONE[0], "PDL": True},
+    "one conv": {"TAPS": 4, "HAS_BIAS": True, "BC": 256, "PDL": True},
     "mamba2": {"MOST": 8, "GROUPS": 1, "HEADS": 128, "P": 64, "N": 128, "BN": 128, "BP": mamba2.FEW[0], "LISTED": 256},
     "conv": {"TAPS": 4, "HAS_BIAS": True, "GATES": 2, "HEADS": 32, "BH": 32, "BT": 4, "BC": 256},
 }
@@ -362,7 +364,8 @@ RECURRENCES = {
 
 def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
-    kernel = {"gdn": gdn._few, "one gdn": gdn._one, "mamba2": mamba2._few, "conv": causal_conv._rows}[name]
+    ones = {"one gdn": gdn._one, "one mamba2": mamba2._one, "one conv": causal_conv._step}
+    kernel = (ones | {"gdn": gdn._few, "mamba2": mamba2._few, "conv": causal_conv._rows})[name]
     block_v, warps = gdn.ONE if name == "one gdn" else gdn.DRAFTS if journal else gdn.FEW
     own = {"BV": block_v} if "gdn" in name else {}
     own |= {"OUTPUTS": journal > 0, "GROUPS": 0, "KEY": 0, "VALUES": 0} if name == "conv" else {}
@@ -375,7 +378,9 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
     wide, narrow = ("table", "positions", "save_target"), ("slots", "query_start", "seq_lens", "accepted")
     types |= dict.fromkeys(wide, "*i64") | dict.fromkeys((*narrow, "save_start", "save_row", "save_position"), "*i32")
     types = {other: type for other, type in (types | {"long": "*i32"}).items() if other in kernel.arg_names}
-    options = {"num_warps": {"mamba2": mamba2.FEW[1], "conv": 4}.get(name, warps)}
+    options = {
+        "num_warps": {"mamba2": mamba2.FEW[1], "one mamba2": mamba2.ONE[1], "conv": 4, "one conv": 4}.get(name, warps)
+    }
     if "one" in name:
         options["launch_pdl"] = True
     elif name != "conv":

@@ -134,8 +134,12 @@ def drafts_cases() -> list[tuple[Any, ...]]:
 def recurrence_cases() -> list[tuple[Any, ...]]:
     """Layers with states, by the states' dtype and the entries of a journal."""
     kinds = itertools.product(("gdn", "mamba2", "conv"), ("fp32", "bf16"), (0, 3, 7))
-    ones = [("one gdn", "fp32", 0), ("one gdn", "bf16", 0)]
-    return turns([("recurrence", *kind) for kind in (*kinds, *ones)], 0)
+    return turns([("recurrence", *kind) for kind in kinds], 0)
+
+
+ONES = list(itertools.product(("recurrence",), ("one gdn", "one mamba2", "one conv"), ("fp32", "bf16"), (0,)))
+"""Those of one token a row."""
+ONES = [ONES[number] for number in share_of_the_day(6, 6)]
 
 
 def dense_cases() -> list[tuple[Any, ...]]:
@@ -225,6 +229,7 @@ CASES = [
     *few_drafts_cases(),
     *turns(FIXED, 1),
     *recurrence_cases(),
+    *ONES,
     *ADAPTERS,
     *BESIDE,
     SUMS,
@@ -352,6 +357,21 @@ def test_attention_may_begin_when_all_before_the_choice_is_complete(case, compil
     """It reads queries and windows before its turn (`Slots.early`), so what chooses has its own turn before it starts attention."""
     steps = compiled[case]["steps"]
     assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+
+
+@pytest.mark.parametrize("case", ONES, ids=str)
+def test_states_of_one_token_are_read_before_the_turn_and_the_convolution_has_its_own_before_it_starts_them(
+    case, compiled
+):
+    """In full words. What is read early has been written by kernels before the convolution."""
+    found = compiled[case]
+    assert "error" not in found, found["error"]
+    steps = found["steps"]
+    turn = steps.index("griddepcontrol.wait")
+    assert steps[turn : turn + 2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    words = 64 * 128 * (4 if case[2] == "fp32" else 2) // 16 // 32 // (4 if "gdn" in case[1] else 8)
+    assert steps[:turn].count("ld.global.v4.b32") == (0 if "conv" in case[1] else words)
+    assert not any(step.startswith(("st", "atom")) for step in steps[:turn])
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)

@@ -10,13 +10,16 @@ from helpers.effort import TEST_DAY, effort
 from helpers.recurrent_cases import Memory, Step, compare, compare_orders, conv_call, delta_call, mamba_call
 from pagerunner.attention import recurrent
 from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
+from pagerunner.batch import StatePages
 from pagerunner.ops.causal_conv import causal_conv_rows, journaled_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
-from pagerunner.ops.kernels import gdn, mamba2
+from pagerunner.ops.kernels import causal_conv, gdn, mamba2
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.side_by_side import by_groups
 
 pytest.importorskip("triton")
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
 STEPS = {
     "decode": Step((1, 1, 1)),
     "decode, padded, saves": Step((1, 1), saves=((1, 1),), padding=(2, 2)),
@@ -70,6 +73,23 @@ def test_rows_of_a_graph_that_has_room_for_more(module, op, call, monkeypatch):
     monkeypatch.setattr(module, "LISTED", 16)
     arguments = call(MANY_ROWS, (1, 2, 8, 5), torch.float32, "cpu")
     compare(op, arguments, 1, MANY_ROWS, [(3, 6), (2, 8, 5)], [torch.float16, torch.float32], "cpu", 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gated delta", "mamba2"])
+def test_between_what_was_before_and_a_kernel_that_reads_states_early_is_the_convolution(kind, monkeypatch):
+    """`_one` starts when the convolution has waited for what was before it, so nothing that writes states still runs. Nothing else lies between."""
+    launched, plain = [], InterpretedFunction.run
+    made, spec = layers("float32", 2)[kind]
+    step = STEPS["decode, padded, saves"]
+    memory = Memory(step, spec.shapes, [torch.float32] * 2, "cpu")
+    for op in (causal_conv_rows, gated_delta_rows, mamba2_rows):
+        monkeypatch.setattr(recurrent, op.__name__, op.kernel)
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *a, **how: (launched.append(kernel.fn), plain(kernel, *a, **how))[1]
+    )
+    inputs = tuple(torch.randn(step.tokens, *shape) for shape in spec.entry)
+    made.rows(inputs, StatePages(0, tuple(memory.states)), memory.rows)
+    assert launched == [causal_conv._step.fn, (gdn if kind == "gated delta" else mamba2)._one.fn]
 
 
 @pytest.mark.parametrize(("tokens", "taps", "biased"), [(130, 4, True), (2100, 2, False)])

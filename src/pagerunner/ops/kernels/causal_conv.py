@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.activation import logistic
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next, wait_turn
 from pagerunner.ops.kernels.state_rows import (
     behind,
@@ -77,7 +78,7 @@ def _output(
             total += value.to(tl.float32) * factor
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=in_range, other=0.0).to(tl.float32)
-    return total / (1.0 + tl.exp(-total))
+    return total * logistic(total)
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def _within_row(
                 total += values[at + tap] * factors[tap]
             if HAS_BIAS:
                 total += shift
-            found = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
+            found = (total * logistic(total)).to(out.dtype.element_ty)
             to = out + tl.cast(group + at, tl.int64) * channels + channel
             tl.store(to, found, mask=in_range & (group + at < end))
 

@@ -19,12 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.activation import logistic, power
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.state_rows import (
     LISTED,
     any_of_few,
     at_once,
     behind,
+    keep_state,
     least_rows,
     list_long_rows,
     row_arguments,
@@ -53,11 +55,8 @@ REGISTERS = (128, 168)
 SYSTEM_WARPS = 4
 ROW = 64  # the least elements of an operand's row: ptxas 12.8 gets the addresses of shorter rows wrong at some sizes
 CHUNKS = (32, 4, 3)  # values of a program, its warps, stages of its loads
-MANY = (
-    64,
-    4,
-    1,
-)  # the same of many rows: of two programs at a time on a multiprocessor one computes, while the other one loads
+# the same of many rows: of two programs at a time on a multiprocessor one computes, while the other one loads
+MANY = (64, 4, 1)
 FINISH = (64, 4)  # values of a program that carries a kept state on, its warps
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
 NARROW = (16, 2)
@@ -93,16 +92,21 @@ def _token(
 ):  # fmt: skip
     """The state after a token, rounded as a page keeps it if it `rounds`. If it `answers`, its outputs are stored."""
     q, k, v, rate, decay = inputs
-    k = k.to(tl.float32)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    fade = tl.exp(rate_of_decay * softplus(decay.to(tl.float32) + bias))
     rate = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
-    held *= tl.exp(rate_of_decay * softplus(decay.to(tl.float32) + bias))
-    change = (v.to(tl.float32) - tl.sum(held * k[:, None], 0)) * rate
-    held += k[:, None] * change[None, :]
+    # warps meet for two sums over keys, which don't wait for each other: the state answers before the correction is added
+    squares, products = tl.split(tl.sum(tl.join(tl.join(k * k, q * q), tl.join(q * k, q * k)), 0))
+    k_square, q_square = tl.split(squares)
+    alike, _ = tl.split(products)
+    k_scale = tl.rsqrt(k_square + 1e-6)
+    held *= fade
+    known, asked = tl.split(tl.sum(tl.join(held * k[:, None], held * q[:, None]), 0))
+    change = (v.to(tl.float32) - known * k_scale) * rate
+    held += (k * k_scale)[:, None] * change[None, :]
     if answers:
-        query = q.to(tl.float32)
-        query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * (K**-0.5)
-        tl.store(out, tl.sum(held * query[:, None], 0).to(out.dtype.element_ty), mask=values < V)
+        answer = (asked + alike * k_scale * change) * (tl.rsqrt(q_square + 1e-6) * (K**-0.5))
+        tl.store(out, answer.to(out.dtype.element_ty), mask=values < V)
     return tl.where(rounds, held.to(KEPT).to(tl.float32), held) if KEPT != tl.float32 else held
 
 
@@ -140,7 +144,7 @@ def _few(
                 held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
                 rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
                 bias = tl.load(decay_bias + head).to(tl.float32)
-                at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+                saves = saves_of(save_start, positions, row, first, end, HAS_SAVES)
                 begin = first - replayed
                 place = behind(begin, first, replayed, row, num_tokens, JOURNAL)
                 inputs = _inputs(source, place, True, head, keys, values, KEY_HEADS, HEADS, K, V)
@@ -150,26 +154,13 @@ def _few(
                     ahead = _inputs(source, place, token + 1 < end, head, keys, values, KEY_HEADS, HEADS, K, V)
                     to = out + tl.cast(token, tl.int64) * (HEADS * V) + head * V + values
                     held = _token(
-                        held,
-                        inputs,
-                        to,
-                        token >= first,
-                        by_one,
-                        rate_of_decay,
-                        bias,
-                        values,
-                        state.dtype.element_ty,
-                        K,
-                        V,
-                    )
+                        held, inputs, to, token >= first, by_one, rate_of_decay, bias, values, state.dtype.element_ty, K, V
+                    )  # fmt: skip
                     inputs = ahead
                     if token < certain:  # states after drafts are dropped
-                        for save in range(at, stop + 1):
-                            if save_token(save_position, save, stop, shift, certain) == token + 1:
-                                entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-                                tl.store(
-                                    state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask
-                                )
+                        keep_state(
+                            state, held, inside, mask, own, token + 1, certain, save_position, save_target, saves, state_stride, ITEM
+                        )  # fmt: skip
 
 
 @triton.jit
@@ -194,6 +185,7 @@ def _one(
     held = tl.load(state + own * state_stride + inside, mask=mask & there, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     bias = tl.load(decay_bias + head).to(tl.float32)
+    saves = saves_of(save_start, positions, row, row, row + 1, HAS_SAVES)
     wait_turn(PDL)
     start_next(PDL)
     to = out + tl.cast(row, tl.int64) * (HEADS * V) + head * V + values
@@ -201,11 +193,9 @@ def _one(
         source = (mixed, mixed_stride, rates, rates_stride, decays, decays_stride)
         inputs = _inputs(source, row, True, head, keys, values, KEY_HEADS, HEADS, K, V)
         held = _token(held, inputs, to, True, False, rate_of_decay, bias, values, tl.float32, K, V)
-        at, stop, shift = saves_of(save_start, positions, row, row, row + 1, HAS_SAVES)
-        for save in range(at, stop + 1):
-            if save_token(save_position, save, stop, shift, row + 1) == row + 1:
-                entry = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-                tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+        keep_state(
+            state, held, inside, mask, own, row + 1, row + 1, save_position, save_target, saves, state_stride, ITEM
+        )  # fmt: skip
     else:
         tl.store(to, tl.zeros((BV,), out.dtype.element_ty), mask=in_v)
 
@@ -251,14 +241,14 @@ def _systems(
     q = tl.load(q_at, mask=mask, other=0.0)
     k = tl.load(q_at + KEY_HEADS * K, mask=mask, other=0.0)
     q_scale, k_scale = _scale(q.to(tl.float32), K**-0.5), _scale(k.to(tl.float32), 1.0)
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(rates + token * rates_stride + head, mask=live, other=0.0).to(tl.float32)))
+    rate = logistic(tl.load(rates + token * rates_stride + head, mask=live, other=0.0).to(tl.float32))
     logit = tl.load(decays + token * decays_stride + head, mask=live, other=0.0).to(tl.float32)
     rate_of_decay = -tl.exp(tl.load(decay_log + head).to(tl.float32))
     fade = rate_of_decay * softplus(logit + tl.load(decay_bias + head).to(tl.float32))
     seen = (row[:, None] == row[None, :]) & (index[:, None] >= index[None, :]) & (row >= 0)[:, None]
     # a strong decay makes sums large of which small differences matter
     total = row_sums(fade.to(SUM), row, row_T, token, index)
-    decay = tl.where(seen, tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0)), 0.0)
+    decay = tl.where(seen, power(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0)), 0.0)
     answers = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * k_scale[None, :]
     at = token.to(tl.int64) * HEADS + head
     tl.store(attended + at[:, None] * C + index[None, :], answers.to(k.dtype), mask=live[:, None])

@@ -17,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pagerunner.ops.kernels.launch import blocks, multiprocessors, padded
+from pagerunner.ops.kernels.activation import power
+from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.state_rows import (
     LISTED,
     any_of_few,
     at_once,
     behind,
+    keep_state,
     least_rows,
     list_long_rows,
     row_arguments,
@@ -43,9 +45,10 @@ from pagerunner.ops.kernels.state_rows import (
 from pagerunner.ops.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 FEW = (32, 8)  # values of a program, its warps
+ONE = (64, 8)  # the same in steps of one token a row
 # of a thread of FEW, for states up to LARGEST_STATE and aligned pages: 32 warps fit, and nothing is spilled
 REGISTERS = 64
-PREPARE = (16, 1)  # heads of a program, its warps
+PREPARE = (6, 2)  # programs of a multiprocessor that prepare blocks at a time, warps of each
 CHUNKS = (64, 4, 3)  # values of a program, its warps, stages of its loads
 MANY = (64, 4, 2)  # the same of many rows: two programs at a time have room on a multiprocessor
 # values of a program, its warps: too few for the tensor core instructions whose addresses ptxas 12.8 gets wrong at some sizes
@@ -112,7 +115,7 @@ def _few(
             if (first < end) & ((end - first <= MOST) | (by_one != 0)):
                 own = state_entry(table, slots, row, table_stride)
                 held = tl.load(state + own * state_stride + inside, mask=mask, other=0.0).to(tl.float32)
-                at, stop, shift = saves_of(save_start, positions, row, first, end, HAS_SAVES)
+                saves = saves_of(save_start, positions, row, first, end, HAS_SAVES)
                 for token in range(first - replayed, end):
                     place = behind(token, first, replayed, row, num_tokens, JOURNAL)
                     held = _token(
@@ -120,19 +123,52 @@ def _few(
                         state.dtype.element_ty, GROUPS, HEADS, P, N,
                     )  # fmt: skip
                     if token < certain:  # states after drafts are dropped
-                        for save in range(at, stop + 1):
-                            if save_token(save_position, save, stop, shift, certain) == token + 1:
-                                to = saved_entry(save_target, save, stop, own, state_stride, ITEM)
-                                tl.store(state + to * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+                        keep_state(
+                            state, held, inside, mask, own, token + 1, certain, save_position, save_target, saves, state_stride, ITEM
+                        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _prepare(
-    mixed, steps, decay_log, step_bias, weights, factors, row_T, num_tokens, mixed_stride, steps_stride,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
-    BH: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _one(
+    mixed, steps, decay_log, step_bias, skip, state, out, table, slots, query_start, positions, save_start, save_position, save_target,
+    mixed_stride, steps_stride, state_stride, table_stride, HAS_SAVES: tl.constexpr, ITEM: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What doesn't depend on states, of one block and BH heads of a group.
+    """BP values of one head of a row of one token, which is the token of the row's number. Its state is read early, as in the gated delta rule."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    values, inner = tl.program_id(0) * BP + tl.arange(0, BP), tl.arange(0, BN)
+    in_p = values < P
+    inside = head * (P * N) + values[:, None] * N + inner[None, :]
+    own = state_entry(table, slots, row, table_stride)
+    there = tl.load(query_start + row) < tl.load(query_start + row + 1)
+    mask = in_p[:, None] & (inner < N)[None, :]
+    held = tl.load(state + own * state_stride + inside, mask=mask & there, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(decay_log + head).to(tl.float32))
+    bias, passed = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
+    saves = saves_of(save_start, positions, row, row, row + 1, HAS_SAVES)
+    wait_turn(PDL)
+    start_next(PDL)
+    if there:
+        source = (mixed, mixed_stride, steps, steps_stride)
+        held = _token(
+            held, row, row, True, False, source, out, rate, bias, passed, head, values, inner,
+            tl.float32, GROUPS, HEADS, P, N,
+        )  # fmt: skip
+        keep_state(
+            state, held, inside, mask, own, row + 1, row + 1, save_position, save_target, saves, state_stride, ITEM
+        )  # fmt: skip
+    else:
+        to = out + tl.cast(row, tl.int64) * (HEADS * P) + head * P + values
+        tl.store(to, tl.zeros((BP,), out.dtype.element_ty), mask=in_p)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "each"])
+def _prepare(
+    mixed, steps, decay_log, step_bias, weights, factors, row_T, num_tokens, each, mixed_stride, steps_stride,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What doesn't depend on states, of one block and `each` heads of a group.
 
     Outputs read inputs of their block through `weights` [T, H, C]. `factors` [2, H, T] are the running sums of log decays
     since the row's or block's beginning, and step sizes.
@@ -147,14 +183,14 @@ def _prepare(
     c = tl.load(b_at + GROUPS * N, mask=mask, other=0.0)
     seen = (row[:, None] == row[None, :]) & (index[:, None] >= index[None, :]) & (row >= 0)[:, None]
     product = tl.where(seen, tl.dot(c, tl.trans(b), input_precision=PRECISION), 0.0)
-    first_head, stop = tl.program_id(1) * BH, HEADS // GROUPS
-    for head in range(group * stop + first_head, group * stop + tl.minimum(first_head + BH, stop)):
+    first_head, stop = tl.program_id(1) * each, HEADS // GROUPS
+    for head in range(group * stop + first_head, group * stop + tl.minimum(first_head + each, stop)):
         step = tl.load(steps + token * steps_stride + head, mask=row >= 0, other=0.0).to(tl.float32)
         dt = tl.where(row >= 0, softplus(step + tl.load(step_bias + head).to(tl.float32)), 0.0)
         fade = -tl.exp(tl.load(decay_log + head).to(tl.float32)) * dt
         # a strong decay makes sums large of which small differences matter
         total = row_sums(fade.to(factors.dtype.element_ty), row, row_T, token, index)
-        decay = tl.exp(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
+        decay = power(tl.minimum((total[:, None] - total[None, :]).to(tl.float32), 0.0))
         target = weights + (token.to(tl.int64) * HEADS + head)[:, None] * C + index[None, :]
         tl.store(target, (product * decay * dt[None, :]).to(b.dtype), mask=live[:, None])
         at = factors + head * num_tokens + token
@@ -272,9 +308,10 @@ def _long_rows(
     sizes, block_n = (groups, heads, head_dim, state_size), max(16, padded(state_size))
     weights, precision = mixed_TC.new_empty(tokens, heads, CHUNK), "tf32x3" if wide else "tf32"
     factors = torch.empty(2, heads, tokens, dtype=torch.float64 if wide else torch.float32, device=mixed_TC.device)
-    block_h, warps = PREPARE
-    _prepare[(blocks(tokens, CHUNK), blocks(heads // groups, block_h), groups)](
-        *inputs, weights, factors, rows.step.row_T, tokens, *strides, *sizes, block_n, CHUNK, block_h, precision,
+    at_a_time, warps = PREPARE
+    each = blocks(blocks(tokens, CHUNK) * heads, at_a_time * multiprocessors(mixed_TC.device))
+    _prepare[(blocks(tokens, CHUNK), blocks(heads // groups, each), groups)](
+        *inputs, weights, factors, rows.step.row_T, tokens, each, *strides, *sizes, block_n, CHUNK, precision,
         num_warps=warps,
     )  # fmt: skip
     block_p, warps, most = CHUNKS if block_n <= LARGEST_STATE else (*NARROW, 1)
@@ -314,6 +351,16 @@ def mamba2_rows(
     inputs, strides = (mixed_TC, steps_TH, decay_log_H, step_bias_H), (mixed_TC.stride(0), steps_TH.stride(0))
     groups = (channels - heads * head_dim) // (2 * state_size)
     (*saves, has_saves), (block_p, warps), (where, entries) = save_arguments(rows), FEW, row_arguments(rows, mixed_TC)
+    if rows.step.one_token and not entries:
+        slots, start, _, positions, _ = where
+        block_p, warps = ONE
+        _one[(blocks(head_dim, block_p), heads, rows.step.num_rows)](
+            *inputs, skip_H, state_EHPN, out_THP, rows.page_table, slots, start, positions, saves[0], *saves[2:],
+            *strides, state_EHPN.stride(0), rows.page_table.stride(0), has_saves, state_EHPN.element_size(),
+            groups, heads, head_dim, state_size, block_p, max(16, padded(state_size)), num_warps=warps,
+            **dependent(mixed_TC.device),
+        )  # fmt: skip
+        return out_THP
     capped = state_size <= LARGEST_STATE and state_EHPN.stride(0) % 16 == 0
     long = torch.empty(rows.step.num_rows + 1, dtype=torch.int32, device=mixed_TC.device)
     at = rows.step.num_rows + 1 if rows.few else at_once(rows, blocks(head_dim, block_p) * heads, STARTS)

@@ -160,6 +160,20 @@ def saved_entry(save_target, save, stop, own, state_stride, ITEM: tl.constexpr):
 
 
 @triton.jit
+def keep_state(
+    state, held, inside, mask, own, upto, certain, save_position, save_target, saves, state_stride, ITEM: tl.constexpr
+):  # fmt: skip
+    """Write the state before token `upto` where one of the row's `saves` is, and to the row's page if no certain token is left."""
+    at, stop, shift = saves
+    for save in range(at, stop + 1):
+        if save_token(save_position, save, stop, shift, certain) == upto:
+            entry = own
+            if save < stop:  # what divides 64 bits is better jumped over
+                entry = unfinished_entry(save_target, save, state_stride, ITEM)
+            tl.store(state + entry * state_stride + inside, held.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def unfinished(
     save_row, save_position, save, query_start, seq_lens, positions, accepted,
     JOURNAL: tl.constexpr, MOST: tl.constexpr, C: tl.constexpr,
