@@ -305,6 +305,31 @@ def test_piped_products(dtype, features, inner, activation, weigh_inputs, monkey
             assert torch.equal(moe_experts(x, routes, own), got)
 
 
+@pytest.mark.parametrize(
+    ("features", "inner", "weigh_inputs"), [(256, 128, False), (512, 384, True), (2048, 768, False)]
+)
+def test_piped_products_of_blocks(features, inner, weigh_inputs, monkeypatch):
+    """Of 8 bits, in Gluon. Of seven experts one has no pair and one has few."""
+    if not moe_piped.has_gluon(torch.device("cuda", 0)):
+        pytest.skip("another version of Triton, or another card")
+    gate_up, down = (
+        stored("fp8 block", *sizes, experts=7, device="cuda")._replace(activations="block")
+        for sizes in ((2 * inner, features), (features, inner))
+    )
+    biases = random(7, 2 * inner).bfloat16(), random(7, features).bfloat16()
+    chances = torch.tensor([0.0, 0.0, -20.0, 0.0, 2.0, -5.0, 1.0], device="cuda")
+    for tokens, given in ((1333, biases), (700, (None, None))):
+        x = random(tokens, features).bfloat16()
+        routes = route(random(tokens, 7) + chances, Routing(2, normalise=True))
+        own = ExpertWeights(gate_up, down, SILU, *given, weigh_inputs=weigh_inputs)
+        got = moe_experts(x, routes, own)
+        with monkeypatch.context() as only:
+            only.setattr(moe_piped, "has_gluon", lambda device: False)
+            close(got, moe_experts(x, routes, own))
+        for _ in range(5):
+            assert torch.equal(moe_experts(x, routes, own), got)
+
+
 def layers(x: torch.Tensor, routes: list[Routes], gate_up: Stored, down: Stored, *, wait: bool) -> torch.Tensor:
     """Mixtures that each need the one before, and nothing between them."""
     stream = x.clone()

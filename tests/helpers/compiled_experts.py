@@ -21,13 +21,15 @@ ROWS = NVMMASharedLayout(128, 16, 2)
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
     """Grouped products of `ops/kernels/moe_piped.py`."""
     box = 128 if gated and kind != 2 else 256
+    eight = name == "fp8e4nv"
+    step, rows, own = (128, NVMMASharedLayout(128, 8, 2), "bf16") if eight else (64, ROWS, name)
     types = {
-        "x_desc": f"tensordesc<{name}[64,64],{ROWS!r}>",
-        "w_desc": f"tensordesc<{name}[{box},64],{ROWS!r}>",
+        "x_desc": f"tensordesc<{name}[64,{step}],{rows!r}>",
+        "w_desc": f"tensordesc<{name}[{box},{step}],{rows!r}>",
         "x_ptr": "*" + name,
-        "bias_ptr": "*" + name,
-        "out_ptr": "*" + name,
-        "weights_ptr": "*fp32",
+        "bias_ptr": "*" + own,
+        "out_ptr": "*" + own,
+        **dict.fromkeys(("weights_ptr", "xs_ptr", "s_ptr"), "*fp32"),
         "limit": "fp32",
         **dict.fromkeys(("order_ptr", "blocks_ptr", "starts_ptr"), "*i32"),
     }

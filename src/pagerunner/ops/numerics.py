@@ -71,6 +71,8 @@ class ExpertBorders(NamedTuple):
     """With more, stored matrices are unpacked before the products, if no kernel multiplies with their codes."""
     many: int = 128
     """With more, tiles are as large as they get."""
+    blocks: int = 24
+    """With more, e4m3 with scales of blocks has tiles of 128 pairs, which warps of their own copy. With as many as `few_plain` the warm-up needs no further number of tokens."""
     codes: int = 256
     """With more, codes of 4 bits are unpacked too. It is more than `unpacked`, so plans of memory count enough."""
     streams: int = 700
@@ -115,9 +117,7 @@ class AttentionBorders(NamedTuple):
     short_window: int = 256
     """Keys. Heads of 128 bytes with such windows take smaller tiles."""
     wide_queries: int = 256
-    """New tokens. From so many in most rows on, heads of 64 to 256 elements have a kernel in Gluon. Shorter rows weren't measured."""
-    wide_window: int = 512
-    """Keys. The kernel in Gluon takes such windows and longer ones."""
+    """New tokens. From so many in most rows on, heads of 64 to 128 elements have a kernel in Gluon. Shorter rows weren't measured."""
     divided_queries: int = 16
     """The same where blocks see so many keys that these are divided among programs."""
     library_queries: int = 4096

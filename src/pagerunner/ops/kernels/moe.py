@@ -39,7 +39,7 @@ from pagerunner.ops.kernels.pair_sums import sum_pairs
 from pagerunner.ops.kernels.quantize import quantize_many
 from pagerunner.ops.moe import ExpertWeights, Shared, add_shared_
 from pagerunner.ops.pair_sums import PairSums
-from pagerunner.ops.quantize import quantize
+from pagerunner.ops.quantize import Quantized, quantize
 from pagerunner.ops.routing import Routes
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense
 
@@ -59,10 +59,12 @@ def _products(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> tor
     if _unpacked_before(x_TD, routes, up) and _unpacked_before(x_TD, routes, low):
         first = UnpackedProduct(up, up_bias, weigh_inputs, activation)
         return unpacked_products(x_TD, (first, UnpackedProduct(low, low_bias, not weigh_inputs)), routes)
-    if _piped(x_TD, routes, up) and _piped(x_TD, routes, low):
-        table = row_blocks(routes)
-        inner_PI = piped_product(x_TD, up, up_bias, routes, table, activation, weigh=weigh_inputs)
-        return piped_product(inner_PI, low, low_bias, routes, table, None, weigh=not weigh_inputs)
+    if _piped(x_TD, routes, up, activation) and _piped(x_TD, routes, low, activation):
+        table, dtype = row_blocks(routes), x_TD.dtype
+        x = _numbers(x_TD, routes, up)
+        inner_PI = piped_product(x, up, up_bias, routes, table, activation, weigh=weigh_inputs, dtype=dtype)
+        x = _numbers(inner_PI, routes, low)
+        return piped_product(x, low, low_bias, routes, table, None, weigh=not weigh_inputs, dtype=dtype)
     inner_PI = _any_product(x_TD, up, up_bias, routes, activation, weigh=weigh_inputs)
     return _any_product(inner_PI, low, low_bias, routes, None, weigh=not weigh_inputs)
 
@@ -82,9 +84,23 @@ def _of_codes(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -
     return weights.numbers == "e2m1" or each > numerics.FAST.experts.few
 
 
-def _piped(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[torch.Tensor]:
-    """Whether `piped_product` is the fastest kernel, and serves such weights here."""
-    return moe_piped.serves(x, weights) and routes.expected > numerics.FAST.experts.many * weights.shape[0]
+def _piped(
+    x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored, activation: GatedActivation
+) -> TypeGuard[torch.Tensor | Stored8]:
+    """Whether `piped_product` is the fastest kernel, and serves such weights here. Gates and ups of 8 bits in turns have scales that it doesn't know."""
+    borders, dense_weights = numerics.FAST.experts, isinstance(weights, torch.Tensor)
+    known = dense_weights or not activation.alternating and _rounding(x, weights) is not None
+    many = routes.expected > (borders.many if dense_weights else borders.blocks) * weights.shape[0]
+    return many and known and moe_piped.serves(x, weights)
+
+
+def _numbers(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored8) -> torch.Tensor | Quantized:
+    """The inputs, rounded as weights of 8 bits ask."""
+    rounded = None if isinstance(weights, torch.Tensor) else _rounding(x, weights)
+    if rounded is None:
+        return x
+    many = routes.expected > numerics.FAST.experts.many * weights.shape[0]
+    return (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
 
 
 def _unpacked_before(x: torch.Tensor, routes: Routes, weights: torch.Tensor | Stored) -> TypeGuard[Stored]:
@@ -106,15 +122,12 @@ def _any_product(
     weigh: bool,
 ) -> torch.Tensor:
     """The kernel with bulk copies if it serves these weights, or another product of many pairs of each expert."""
-    experts = w_EOK.shape[0]
     own = bias_EO, routes, activation
     if isinstance(w_EOK, torch.Tensor):
         return (many_product if fits(x, w_EOK) else grouped_product)(x, w_EOK, *own, weigh=weigh)
     rounded = _rounding(x, w_EOK)
     if rounded is not None and isinstance(w_EOK, Stored8) and fits(x, w_EOK):
-        many = routes.expected > numerics.FAST.experts.many * experts
-        numbers = (quantize_many if many else quantize)(x, rounded.dtype, grouped=rounded.grouped)
-        return many_product(numbers, w_EOK, *own, dtype=x.dtype, weigh=weigh)
+        return many_product(_numbers(x, routes, w_EOK), w_EOK, *own, dtype=x.dtype, weigh=weigh)
     if _unpacked_before(x, routes, w_EOK):
         return unpacked_products(x, (UnpackedProduct(w_EOK, bias_EO, weigh, activation),), routes)
     return grouped_product(x, w_EOK, *own, weigh=weigh)
@@ -269,7 +282,7 @@ def moe_experts_kernels(tokens: int, experts: int, active: int, ranks: int) -> t
         else ()
     )
     own = numerics.FAST.experts
-    ways = *few, joint, *(each > most for most in (own.few_large, own.unpacked, own.codes))
+    ways = *few, joint, *(each > most for most in (own.few_large, own.unpacked, own.codes, own.blocks))
     many = (many_config(pairs, experts, 1024, rounded, gated) for rounded in (False, True) for gated in (False, True))
     codes = (codes_config(pairs, experts, form.value) for form in (INT4, E2M1))
     fours = each <= numerics.FAST.experts.lanes, streams_config(pairs, experts)

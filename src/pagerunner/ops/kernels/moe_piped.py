@@ -1,4 +1,4 @@
-"""Launches the kernel of `kernels/moe_gluon.py`: experts' products of many tokens with dense halves on Hopper.
+"""Launches the kernel of `kernels/moe_gluon.py`: experts' products of many tokens with dense halves, or with e4m3 in blocks, on Hopper.
 
 Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_many.py` serves.
 Shape letters as in `ops/moe.py`.
@@ -17,13 +17,16 @@ import triton.language as tl
 from pagerunner.ops.activation import GatedActivation
 from pagerunner.ops.kernels.launch import dependent, multiprocessors, padded, start_next, wait_turn
 from pagerunner.ops.kernels.linear_wide import has_gluon
-from pagerunner.ops.kernels.moe_many import fits_dense
+from pagerunner.ops.kernels.moe_many import fits, fits_dense
 from pagerunner.ops.kernels.moe_tiles import kind_of
+from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes
-from pagerunner.ops.stored import Stored
+from pagerunner.ops.stored import Stored, Stored8
 
 ROWS = 128
 """Pairs of a tile."""
+BLOCK = 128
+"""Rows and columns of weights of 8 bits that share a scale."""
 
 
 class RowBlocks(NamedTuple):
@@ -88,44 +91,56 @@ def _kernel() -> Any:
 
 
 @functools.cache
-def _layouts() -> tuple[Any, Any]:
-    """Of numbers in shared memory; and what describes a tensor to the copy engine."""
+def _layouts(bits: int) -> tuple[Any, Any]:
+    """Of numbers of so many bits in shared memory; and what describes a tensor to the copy engine."""
     layouts = importlib.import_module("triton.experimental.gluon.language._layouts")
     descriptors = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    return layouts.NVMMASharedLayout(128, 16, 2), descriptors.TensorDescriptor
+    return layouts.NVMMASharedLayout(128, bits, 2), descriptors.TensorDescriptor
 
 
 def serves(x: torch.Tensor, weights: torch.Tensor | Stored) -> bool:
-    """Whether the kernel serves these dense weights here."""
+    """Whether the kernel serves these weights here: dense ones, or e4m3 with scales of blocks, whose inputs may be rounded."""
+    if x.numel() >= 2**31 or not has_gluon(x.device):
+        return False
+    if isinstance(weights, Stored8):
+        blocks_of_all = weights.block == (BLOCK, BLOCK) and weights.shape[1] % (2 * BLOCK) == 0
+        return blocks_of_all and weights.activations == "block" and fits(x, weights)
     if not isinstance(weights, torch.Tensor) or not weights.is_contiguous() or weights.dtype != x.dtype:
         return False
-    return fits_dense(x, weights.shape[2]) and x.numel() < 2**31 and has_gluon(x.device)
+    return fits_dense(x, weights.shape[2])
 
 
 def piped_product(
-    x: torch.Tensor,
-    weights_EOI: torch.Tensor,
+    x: torch.Tensor | Quantized,
+    weights: torch.Tensor | Stored8,
     bias_EO: torch.Tensor | None,
     routes: Routes,
     row_blocks: RowBlocks,
     activation: GatedActivation | None,
     *,
     weigh: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """As `many_product`."""
     assert routes.order_P is not None, "the pairs have no order"
-    experts, outputs, inputs = weights_EOI.shape
+    experts, outputs, inputs = weights.shape
     features = outputs if activation is None else outputs // 2
     pairs, active = routes.order_P.shape[0], routes.experts_TA.shape[1]
-    out = x.new_empty(pairs, features)
-    layout, descriptor = _layouts()
-    box = 128 if activation is not None and not activation.alternating else 256
-    programs = multiprocessors(x.device)
+    numbers, codes, scales, x_scales = x, weights, routes.weights_TA, routes.weights_TA
+    if isinstance(x, Quantized) and isinstance(weights, Stored8):
+        numbers, codes, scales, x_scales = x.codes, weights.codes, weights.scales, x.scales
+    assert isinstance(numbers, torch.Tensor) and isinstance(codes, torch.Tensor), (
+        "inputs aren't rounded as the weights are"
+    )
+    out = torch.empty(pairs, features, dtype=dtype, device=codes.device)
+    layout, descriptor = _layouts(8 * codes.itemsize)
+    box, step = 128 if activation is not None and not activation.alternating else 256, 128 // codes.itemsize
+    programs = multiprocessors(codes.device)
     _kernel().many_kernel[(programs,)](
-        x, descriptor.from_tensor(x, [64, 64], layout), descriptor.from_tensor(weights_EOI.view(-1, inputs), [box, 64], layout),
-        routes.weights_TA if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, *row_blocks, out, active, programs,
-        0.0 if activation is None else activation.limit, E=experts, N=features, K=inputs, BOX=box, STAGES=STAGES, LAG=LAG,
+        numbers, descriptor.from_tensor(numbers, [64, step], layout), descriptor.from_tensor(codes.view(-1, inputs), [box, step], layout),
+        x_scales, scales, routes.weights_TA if bias_EO is None else bias_EO, routes.weights_TA, routes.order_P, *row_blocks, out, active, programs,
+        0.0 if activation is None else activation.limit, x_scales.stride(1), E=experts, N=features, K=inputs, BOX=box, STAGES=STAGES, LAG=LAG,
         BIAS=bias_EO is not None, GATED=activation is not None, KIND=kind_of(activation), WEIGH=weigh, REGS=MULTIPLY_REGISTERS,
-        COPY_REGS=COPY_REGISTERS, num_warps=4, **dependent(x.device),
+        COPY_REGS=COPY_REGISTERS, num_warps=4, **dependent(codes.device),
     )  # fmt: skip
     return out
