@@ -65,7 +65,7 @@ def test_projections_equal_the_twins(data: st.DataObject) -> None:
     scores = twins.Scores(size**-0.5, draw(st.sampled_from([0.0, 3.0])), sinks_H)
     angles = rope_angles(rows.positions_T, torch.rand(size // 2), 1.0, torch.float32)
     norms = (torch.rand(size), torch.rand(size)) if draw(st.booleans()) else (None, None)
-    prep = twins.HeadPrep(heads, kv_heads, angles, *norms, 1e-6)
+    prep = twins.HeadPrep(heads, kv_heads, angles, *norms, 1e-6, offset=draw(st.booleans()))
     qkv_TND = torch.randn(rows.num_tokens, heads + 2 * kv_heads, size)
     shape = len(entries), page_tokens, kv_heads, size
     ours = KVPages(0, torch.randn(shape), torch.randn(shape))

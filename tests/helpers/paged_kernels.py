@@ -84,7 +84,7 @@ def check_store(case: Case, device: str, *, fused: bool, norm: bool = True, stat
     angle = torch.randn(tokens, 1, dim // 2, generator=gen)
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [torch.randn(dim, generator=gen).to(case.dtype).to(device) if norm else None for _ in range(2)]
-    prep = HeadPrep(heads, kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
+    prep = HeadPrep(heads, kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5, offset=kv_heads == 1)
     results = []
     for kernel in (True, False):
         pages, memory = snapshot(step)
@@ -157,7 +157,7 @@ def check_projected(
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [(torch.rand(dim, generator=gen) * x).to(case.dtype).to(device) for x in (1.0, loud)]
     qkv[:, heads + case.kv_heads :] *= loud
-    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
+    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5, offset=case.kv_heads == 1)
     group, scores = batch.groups[0], Scores(step.scale, case.softcap, step.sinks)
     if parts:
         sums = torch.randn(parts, tokens + 2, *qkv.shape[1:], generator=gen).to(device)
@@ -232,7 +232,7 @@ def check_projected_drafts(case: Case, stride: int, device: str, atol: float = 2
     angle = torch.randn(total, 1, dim // 2, generator=gen)
     cos, sin = (torch.cat(x, -1).to(case.dtype).to(device) for x in ((angle.cos(),) * 2, (-angle.sin(), angle.sin())))
     weights = [torch.rand(dim, generator=gen).to(case.dtype).to(device) for _ in range(2)]
-    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5)
+    prep = HeadPrep(heads, case.kv_heads, RopeAngles(cos, sin), weights[0], weights[1], 1e-5, offset=case.kv_heads == 1)
     write = WritePlaces(
         spread(step.write.entry_T, places, total, -1).to(torch.int64),
         spread(step.write.offset_T, places, total, 0).to(torch.int64),

@@ -170,7 +170,7 @@ def test_models_whose_layers_are_launched_slowly_have_graphs_of_more_tokens() ->
     assert mixed_sizes(8192)[-1] == 256 and mixed_sizes(8192, None, of_70b)[-1] == 448
     assert mixed_sizes(8192, None, of_8b)[-3:] == (1792, 1920, 2048)
     assert mixed_sizes(8192, None, of_4b)[-1] == 3840
-    assert mixed_sizes(8192, None, 1)[-1] == 4096
+    assert mixed_sizes(16384, None, 1)[-1] == 8192
     assert mixed_sizes(2000, None, of_4b)[-1] == 1920
     sizes = mixed_sizes(8192, None, 1)
     assert all(more <= 1.25 * size for size, more in zip(sizes, sizes[1:], strict=False) if size >= 256)

@@ -364,7 +364,7 @@ class Router(Module):
             normed_TD = stream.normed(norm)
             routes = self._routes(self._logits(normed_TD), None, row_T, here)
             return normed_TD, routes._replace(most_tokens=stream.most_tokens)
-        pending_TD, stream.pending_TD = stream.pending_TD, None
+        pending_TD = stream.take_pending()
         stream.x_TD, normed_TD, logits_TE = norm_expert_logits(stream.x_TD, norm.parameters, *own, pending_TD)
         return normed_TD, self._routes(logits_TE, None, row_T, here)._replace(most_tokens=stream.most_tokens)
 

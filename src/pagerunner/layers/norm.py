@@ -11,7 +11,7 @@ from pagerunner.layers.cuts import Section, TensorCut
 from pagerunner.layers.module import Module
 from pagerunner.ops.indexer_heads import MeanNorm
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.norm import add_rms_norm_, gate_then_rms_norm, rms_norm
+from pagerunner.ops.norm import add_normed_rms_norm_, add_rms_norm_, gate_then_rms_norm, rms_norm
 from pagerunner.ops.pair_sums import PairSums, add_pairs_norm_
 
 
@@ -42,6 +42,12 @@ class RMSNorm(Module):
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add `x` to `residual` in place and return the norm of the sum."""
         return add_rms_norm_(x_TD, residual_TD, self.weights["weight"], self.eps, self.offset)
+
+    def add_normed(self, x_TD: torch.Tensor, before: RMSNorm, residual_TD: torch.Tensor) -> torch.Tensor:
+        """Add the norm `before` of `x` to `residual` in place and return the norm of the sum."""
+        if (before.eps, before.offset) != (self.eps, self.offset):
+            return self.add(before(x_TD), residual_TD)
+        return add_normed_rms_norm_(x_TD, before.weight_D, residual_TD, self.weight_D, self.eps, self.offset)
 
     def add_sums(self, sums: PairSums | RankSums, residual_TD: torch.Tensor) -> torch.Tensor:
         """Add the sums to `residual` in place and return the norm of that."""

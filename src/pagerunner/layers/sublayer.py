@@ -22,7 +22,7 @@ from pagerunner.ops.pair_sums import PairSums, add_pairs_
 class ResidualStream:
     """What flows through the layers of a decoder.
 
-    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None. `sums` are still to be added
+    `x_TD` is the residual stream. `pending_TD` is the output of a sublayer that is still to be added to it, or None; if there is a `pending_norm`, that norm of it. `sums` are still to be added
     up, and then to be added to it: outputs of experts, or what ranks have of an output. None: there are none. At most one of the two is there. The next
     norm adds it in the same kernel. A sublayer whose last product adds to `x_TD` itself leaves nothing pending.
 
@@ -30,7 +30,7 @@ class ResidualStream:
     `adapters` are those of the stream's tokens, None if none of them has one.
     """
 
-    __slots__ = ("adapters", "most_tokens", "pending_TD", "row_T", "sums", "x_TD")
+    __slots__ = ("adapters", "most_tokens", "pending_TD", "pending_norm", "row_T", "sums", "x_TD")
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class ResidualStream:
     ) -> None:
         self.x_TD, self.row_T, self.most_tokens, self.adapters = x_TD, row_T, most_tokens, adapters
         self.pending_TD: torch.Tensor | None = None
+        self.pending_norm: RMSNorm | None = None
         self.sums: PairSums | RankSums | None = None
 
     @property
@@ -72,8 +73,21 @@ class ResidualStream:
         if self.sums is not None:
             sums, self.sums = self.sums, None
             return norm.add_sums(sums, self.x_TD)
+        if (before := self.pending_norm) is not None and self.pending_TD is not None:
+            pending_TD, self.pending_TD, self.pending_norm = self.pending_TD, None, None
+            return norm.add_normed(pending_TD, before, self.x_TD)
+        return norm(self.x_TD) if (pending := self.take_pending()) is None else norm.add(pending, self.x_TD)
+
+    def take_pending(self) -> torch.Tensor | None:
+        """What was pending as it is to be added, [T, D], which whoever calls this does. None: nothing was."""
+        self._norm_pending()
         pending_TD, self.pending_TD = self.pending_TD, None
-        return norm(self.x_TD) if pending_TD is None else norm.add(pending_TD, self.x_TD)
+        return pending_TD
+
+    def _norm_pending(self) -> None:
+        if self.pending_norm is not None and self.pending_TD is not None:
+            self.pending_TD = self.pending_norm(self.pending_TD)
+        self.pending_norm = None
 
     def product(self, norm: RMSNorm, linear: Linear, *, in_parts: bool = False) -> torch.Tensor:
         """`linear(norm(x))` with what was pending added to x. The norm is part of the product if nothing was pending. `in_parts`: see Linear."""
@@ -91,14 +105,14 @@ class ResidualStream:
     def whole(self) -> torch.Tensor:
         """The stream with what was pending added to it."""
         self.add_sums()
-        if self.pending_TD is not None:
-            self.x_TD.add_(self.pending_TD)
-        self.pending_TD = None
+        if (pending_TD := self.take_pending()) is not None:
+            self.x_TD.add_(pending_TD)
         return self.x_TD
 
     def copy_to(self, out_TD: torch.Tensor) -> None:
         """Copy the stream with what was pending added to it; pending outputs stay pending."""
         self.add_sums()
+        self._norm_pending()
         if self.pending_TD is None:
             out_TD.copy_(self.x_TD)
         else:

@@ -16,13 +16,14 @@ from pagerunner.batch import ForwardBatch
 from pagerunner.layers.mlp import GatedMLP
 from pagerunner.layers.norm import OffsetRMSNorm, RMSNorm
 from pagerunner.layers.sublayer import ResidualStream, StepContext
-from pagerunner.models.attention import GroupedQueryAttention
+from pagerunner.models import llama
 from pagerunner.models.configs.window import Gemma3Config
 from pagerunner.models.decoder import CausalLM, Decoder, DecoderLayer
 from pagerunner.models.rotary import Rotary
 from pagerunner.ops.activation import gelu_tanh_and_mul, softcap_
 from pagerunner.ops.embedding import scaled
-from pagerunner.ops.rope import RopeAngles, rope_
+from pagerunner.ops.paged_attention import HeadPrep
+from pagerunner.ops.rope import RopeAngles
 
 
 class Angles(NamedTuple):
@@ -32,26 +33,27 @@ class Angles(NamedTuple):
     local: RopeAngles
 
 
-class Attention(GroupedQueryAttention):
+class Attention(llama.Attention):
     """Grouped-query attention with normed heads and rotary positions."""
 
+    adds_itself = False
+
     def __init__(self, config: Gemma3Config, layer_index: int, dtype: torch.dtype) -> None:
-        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
         scale, softcap = config.query_scalar**-0.5, config.attention_softcap
-        super().__init__(config, layer_index, dtype, **biases, scale=scale, softcap=softcap)
+        super().__init__(config, layer_index, dtype, scale=scale, softcap=softcap)
         self.q_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.is_local = config.local_layers[layer_index]
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""
-        angles, batch, wanted_S = context
-        qk_TNd, v_TKd = self.rotated_and_values(self.project(stream, norm))
-        q_THd, k_TKd = self.q_norm(qk_TNd[:, : self.num_heads]), self.k_norm(qk_TNd[:, self.num_heads :])
-        own = angles.local if self.is_local else angles.full
-        rope_(q_THd, own)
-        rope_(k_TKd, own)
-        return self.attend(q_THd, k_TKd, v_TKd, batch, wanted=wanted_S).flatten(1)
+        own = context.angles.local if self.is_local else context.angles.full
+        return super().mix(stream, norm, context._replace(angles=own))
+
+    def prep(self, angles: RopeAngles) -> HeadPrep:
+        """What is done to heads between projection and attention."""
+        norms = self.q_norm.weight_D, self.k_norm.weight_D, self.q_norm.eps
+        return HeadPrep(self.num_heads, self.num_kv_heads, angles, *norms, offset=True)
 
 
 class NormedLayer(DecoderLayer):
@@ -69,9 +71,9 @@ class NormedLayer(DecoderLayer):
         """See Layer."""
         self.mixer.add_to(stream, self.mixer_norm, context)
         if stream.pending_TD is not None:
-            stream.pending_TD = self.post_attention_layernorm(stream.pending_TD)
-            x_TD = self.feed_forward(stream.normed(self.feed_forward_norm), stream.adapters)
-            stream.pending_TD = self.post_feedforward_layernorm(x_TD)
+            stream.pending_norm = self.post_attention_layernorm
+            stream.pending_TD = self.feed_forward(stream.normed(self.feed_forward_norm), stream.adapters)
+            stream.pending_norm = self.post_feedforward_layernorm
 
 
 class Gemma3Decoder(Decoder):

@@ -24,9 +24,18 @@ class Attention(GroupedQueryAttention):
 
     adds_itself = True
 
-    def __init__(self, config: DecoderConfig, layer_index: int, dtype: torch.dtype, in_features: int = 0) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_index: int,
+        dtype: torch.dtype,
+        in_features: int = 0,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
         biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
-        super().__init__(config, layer_index, dtype, **biases, in_features=in_features)
+        super().__init__(config, layer_index, dtype, **biases, scale=scale, softcap=softcap, in_features=in_features)
 
     def mix(self, stream: ResidualStream, norm: RMSNorm, context: StepContext) -> torch.Tensor:
         """See Mixer."""

@@ -48,15 +48,38 @@ def add_rms_norm_(
     return rms_norm.twin(residual_TD.add_(x_TD), weight_D, eps, offset)
 
 
+@gpu_kernel("norm")
+def add_normed_rms_norm_(
+    x_TD: torch.Tensor,
+    x_weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    """Add the norm of `x` to `residual` in place and return the norm of the sum. Both norms have one `eps` and `offset`."""
+    return add_rms_norm_.twin(rms_norm.twin(x_TD, x_weight_D, eps, offset), residual_TD, weight_D, eps, offset)
+
+
 rms_norm.on_cpu(small.rms_norm)
 add_rms_norm_.on_cpu(small.add_rms_norm_)
+add_normed_rms_norm_.on_cpu(small.add_normed_rms_norm_)
 
 
 @gpu_kernel("norm")
 def qk_norm_(
-    qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
+    qk_TND: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    num_q_heads: int,
+    eps: float,
+    offset: bool = False,
 ) -> None:
-    """Norm every head of `qk` in place: the first `num_q_heads` with `q_weight`, the rest with `k_weight`."""
+    """Norm every head of `qk` in place: the first `num_q_heads` with `q_weight`, the rest with `k_weight`. `offset`: see `rms_norm`."""
+    if offset:
+        for heads_TND, weight_D in ((qk_TND[:, :num_q_heads], q_weight_D), (qk_TND[:, num_q_heads:], k_weight_D)):
+            heads_TND.copy_(rms_norm(heads_TND, weight_D, eps, offset))
+        return
     if qk_TND.dtype == torch.float32:
         qk_TND.mul_(_inverse_rms(qk_TND, eps))
     else:

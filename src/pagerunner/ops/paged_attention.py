@@ -73,6 +73,7 @@ class HeadPrep(NamedTuple):
     """What is done to the heads of a projection's output [T, N, D] before attention: norms of queries and keys (None:
     none), then rotary positions in halves. Heads are queries, then keys, then values.
 
+    `offset`: the norms' weights count from 1.
     `parts`: the output is only room yet. It is what these float32 sums, which may be of more tokens, add up to in their order.
     """
 
@@ -83,6 +84,7 @@ class HeadPrep(NamedTuple):
     k_norm_D: torch.Tensor | None = None
     eps: float = 0.0
     parts_PTND: torch.Tensor | None = None
+    offset: bool = False
 
     def whole(self, qkv_TND: torch.Tensor) -> HeadPrep:
         """What is left to do once parts are added up, which it does."""
@@ -104,7 +106,7 @@ class HeadPrep(NamedTuple):
         self.whole(qkv_TND)
         qk_TND = qkv_TND[:, : self.num_heads + self.num_kv_heads]
         if self.q_norm_D is not None and self.k_norm_D is not None:
-            qk_norm_(qk_TND, self.q_norm_D, self.k_norm_D, self.num_heads, self.eps)
+            qk_norm_(qk_TND, self.q_norm_D, self.k_norm_D, self.num_heads, self.eps, self.offset)
         rope_(qk_TND, self.angles)
         return self.split(qkv_TND)
 

@@ -68,13 +68,14 @@ rope_.on_cpu(small.rope_)
 rope_pairs_.on_cpu(small.rope_pairs_)
 
 
+@gpu_kernel("rope")
 def temper(q_THD: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
     """Queries that grow with their position (Llama-4): `q * (log(1 + floor((position + 1) / floor)) * scale + 1)`, [T, H, D].
 
     The result may stand in the place of `q`.
     """
-    if q_THD.stride(1) == q_THD.shape[2] and small.serves(q_THD) and small.counts(positions_T):
-        small.temper_(q_THD, positions_T, floor, scale)
-        return q_THD
     steps_T = torch.floor((positions_T.float() + 1) / floor)
     return (q_THD * (torch.log1p(steps_T) * scale + 1)[:, None, None]).to(q_THD.dtype)
+
+
+temper.on_cpu(small.temper)

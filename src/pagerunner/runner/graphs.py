@@ -32,7 +32,9 @@ from pagerunner.types import StateSave
 
 SHARING_STEP = 32  # rows between graphs of decode steps whose rows may share their first pages
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256)
-_LARGE_MIXED_SIZES = (320, 384, 448, 512, 640, 768, 896, *range(1024, 2048, 128), *range(2048, 4097, 256))
+_LARGE_MIXED_SIZES = (
+    320, 384, 448, 512, 640, 768, 896, *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512),
+)  # fmt: skip
 _LAUNCHED = 4e11
 """Weights times tokens up to which steps run in graphs: what an H200 multiplies in 1.05 ms, 2,050 tokens of a layer of 8B, whose kernels the host launches for 0.6 to 1.1 ms."""
 _WITH_EXPERTS = 0.75
@@ -159,7 +161,7 @@ def mixed_sizes(
     """Numbers of tokens to capture mixed steps for, up to the largest of `wanted`.
 
     Larger ones than 256 are captured where the host would take longer to launch a layer than a GPU to compute it. That goes by
-    the `layer_weights`, 0 if they aren't known. Example: 101 million (4B) up to 3,840 tokens, 193 million (8B) up to 2,048. A mixture has fewer
+    the `layer_weights`, 0 if they aren't known. Example: 16 million (0.6B) up to 8,192 tokens, 101 million (4B) up to 3,840, 193 million (8B) up to 2,048. A mixture has fewer
     sizes, as padding goes to no expert, and larger ones if there is memory for so many tokens. Example: 57 million (30B-A3B) up to 4,096 tokens, and on each of two ranks up to 8,192; 126 million (gpt-oss) up to 2,048.
     """
     most = min(max_tokens, max(wanted, default=0) if wanted is not None else max_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagerunner.ops.rope import rope_, rope_angles, rope_pairs_
+from pagerunner.ops.rope import rope_, rope_angles, rope_pairs_, temper
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -31,6 +31,20 @@ def test_heads_are_turned_in_place(op, heads, dim, turned, dtype):
     torch.testing.assert_close(got, want)
     assert torch.equal(got[:, heads], x[:, heads])
     assert torch.equal(got[..., : dim - turned], x[..., : dim - turned])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_grow_with_their_position_in_place(dtype):
+    """8192 tokens are a step in which they grow; numbers behind the queries, as keys are, stay."""
+    x, positions = torch.randn(5, 9, 24).to(dtype), torch.tensor([0, 8190, 8191, 30_000, 1_000_000])
+    got = x.clone()
+    want = temper.twin(x[:, :7], positions, 8192.0, 0.1)
+    assert temper.kernel(got[:, :7], positions, 8192.0, 0.1).data_ptr() == got.data_ptr()
+    torch.testing.assert_close(got[:, :7], want)
+    assert torch.equal(got[:2, :7], x[:2, :7]) and not torch.equal(got[2:, :7], x[2:, :7])
+    assert torch.equal(got[:, 7:], x[:, 7:])
+    with pytest.raises(ValueError, match="one behind another"):
+        temper.kernel(torch.randn(2, 4, 6)[:, ::2], positions[:2], 8192.0, 0.1)
 
 
 def test_no_tokens():

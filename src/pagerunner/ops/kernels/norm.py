@@ -13,11 +13,21 @@ from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps, 
 NO_GATE, GATE_AFTER, GATE_BEFORE = 0, 1, 2
 
 
+@triton.jit
+def _normed(x, weight, eps, D: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr):
+    """Vectors' norms times their weights, float32."""
+    y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]
+    if OFFSET:
+        return y + y * weight
+    else:
+        return y.to(TYPE).to(tl.float32) * weight
+
+
 @triton.jit(do_not_specialize=["num_rows", "heads"])
-def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token, x_head, other_token, other_head, eps,
-                 D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-                 GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """ROWS vectors of D features. `other` is the residual (with ADD, written) or the gate; `out` is dense."""
+def _norm_kernel(x_ptr, other_ptr, weight_ptr, before_ptr, out_ptr, num_rows, heads, x_token, x_head, other_token, other_head, eps,
+                 D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BEFORE: tl.constexpr,
+                 OFFSET: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """ROWS vectors of D features. `other` is the residual (with ADD, written) or the gate; `out` is dense. BEFORE: x has a norm of its own before."""
     start_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -32,17 +42,16 @@ def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token
     if ADD or GATE != 0:
         other_place = other_ptr + (tokens * other_token + head * other_head)[:, None] + cols[None, :]
         other = tl.load(other_place, mask=mask, other=0.0).to(tl.float32)
+    if BEFORE:
+        before = tl.load(before_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+        x = _normed(x, before, eps, D, OFFSET, out_type).to(out_type).to(tl.float32)
     if ADD:
         total = (x + other).to(other_ptr.dtype.element_ty)
         tl.store(other_place, total, mask=mask)
         x = total.to(tl.float32)
     if GATE == 2:
         x *= other / (1.0 + tl.exp(-other))
-    y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]
-    if OFFSET:
-        y = y + y * weight
-    else:
-        y = y.to(out_type).to(tl.float32) * weight
+    y = _normed(x, weight, eps, D, OFFSET, out_type)
     if GATE == 1:
         y = y.to(out_type).to(tl.float32) * (other / (1.0 + tl.exp(-other)))
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :], y.to(out_type), mask=mask)
@@ -50,7 +59,7 @@ def _norm_kernel(x_ptr, other_ptr, weight_ptr, out_ptr, num_rows, heads, x_token
 
 @triton.jit(do_not_specialize=["num_rows", "heads", "num_q_heads"])
 def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_heads, x_token, x_head, eps,
-                  D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """ROWS heads, in place."""
     start_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -64,8 +73,7 @@ def _heads_kernel(x_ptr, q_weight_ptr, k_weight_ptr, num_rows, heads, num_q_head
     wait_turn(PDL)
     place = x_ptr + (tokens * x_token + head * x_head)[:, None] + cols[None, :]
     x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    y = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) * (1.0 / D) + eps))[:, None]
-    y = y.to(x_ptr.dtype.element_ty).to(tl.float32) * weight
+    y = _normed(x, weight, eps, D, OFFSET, x_ptr.dtype.element_ty)
     tl.store(place, y.to(x_ptr.dtype.element_ty), mask=mask)
 
 
@@ -91,6 +99,7 @@ def _run(
     eps: float,
     *,
     add: bool = False,
+    before_D: torch.Tensor | None = None,
     offset: bool = False,
     gate: int = NO_GATE,
 ) -> torch.Tensor:
@@ -102,8 +111,8 @@ def _run(
     num_rows = x_THD.shape[0] * heads
     rows, block, warps = _shape(x.shape[-1])
     _norm_kernel[(blocks(num_rows, rows),)](
-        x_THD, other_THD, weight_D, out, num_rows, heads, *x_strides, *other_strides, eps, D=x.shape[-1], ROWS=rows, BLOCK=block, ADD=add, OFFSET=offset,
-        GATE=gate, num_warps=warps, **dependent(x.device),
+        x_THD, other_THD, weight_D, weight_D if before_D is None else before_D, out, num_rows, heads, *x_strides, *other_strides, eps,
+        D=x.shape[-1], ROWS=rows, BLOCK=block, ADD=add, BEFORE=before_D is not None, OFFSET=offset, GATE=gate, num_warps=warps, **dependent(x.device),
     )  # fmt: skip
     return out
 
@@ -126,8 +135,26 @@ def add_rms_norm_(
     return _run(x_TD, _in_place(residual_TD, "residual"), weight_D, eps, add=True, offset=offset)
 
 
+def add_normed_rms_norm_(
+    x_TD: torch.Tensor,
+    x_weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    """See `ops/norm.py`."""
+    residual_TD = _in_place(residual_TD, "residual")
+    return _run(x_TD, residual_TD, weight_D, eps, add=True, before_D=x_weight_D, offset=offset)
+
+
 def qk_norm_(
-    qk_TND: torch.Tensor, q_weight_D: torch.Tensor, k_weight_D: torch.Tensor, num_q_heads: int, eps: float
+    qk_TND: torch.Tensor,
+    q_weight_D: torch.Tensor,
+    k_weight_D: torch.Tensor,
+    num_q_heads: int,
+    eps: float,
+    offset: bool = False,
 ) -> None:
     """See `ops/norm.py`."""
     if not qk_TND.numel():
@@ -136,7 +163,7 @@ def qk_norm_(
     rows, block, warps = _shape(qk_TND.shape[-1])
     _heads_kernel[(blocks(num_rows, rows),)](
         _in_place(qk_TND, "qk"), q_weight_D, k_weight_D, num_rows, qk_TND.shape[1], num_q_heads, qk_TND.stride(0),
-        qk_TND.stride(1), eps, D=qk_TND.shape[-1], ROWS=rows, BLOCK=block, num_warps=warps,
+        qk_TND.stride(1), eps, D=qk_TND.shape[-1], ROWS=rows, BLOCK=block, OFFSET=offset, num_warps=warps,
         **dependent(qk_TND.device),
     )  # fmt: skip
 

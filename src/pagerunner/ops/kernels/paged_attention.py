@@ -21,7 +21,7 @@ from pagerunner.ops.kernels.paged_dense import Dense, heads_at_once
 from pagerunner.ops.kernels.paged_drafts import drafts_kernel
 from pagerunner.ops.kernels.paged_few import MOST_MERGED, few_kernel
 from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, head_norm
 from pagerunner.ops.kernels.paged_parts import merge_kernel
 from pagerunner.ops.kernels.paged_prefill import prefill_kernel
 from pagerunner.ops.kernels.paged_schedule import schedule_kernel
@@ -280,7 +280,7 @@ class _Call:
             self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             slices, self.kv_heads, self.group, tiles.rows, self.dim, self.padded[0], self.dim_v, self.padded[1],
             self.page, tiles.keys, self.reach, self.own, self.prep is not None,
-            self.prep is not None and self.prep.q_norm_D is not None, schedule.shared, self.sinks is not None,
+            head_norm(self.prep), schedule.shared, self.sinks is not None,
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=tiles.registers, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
@@ -328,7 +328,7 @@ class _Call:
             self.table.shape[1], schedule.begin, schedule.units, self.tokens, slices, schedule.counters,
             part, part[parts * self.dim :], self.out if self.sinks is None else self.sinks, self.scale, self.softcap,
             LEAST=1, UNITS=units, ONE_TILE=self.one_tile, K=self.kv_heads, G=self.group, M=tiles.rows, D=self.dim, HP=half, PAGE=self.page,
-            BN=tiles.keys, RING=self.reach, NORM=prep is not None and prep.q_norm_D is not None,
+            BN=tiles.keys, RING=self.reach, NORM=head_norm(prep),
             SINKS=self.sinks is not None, SOFTCAP=bool(self.softcap), TO=self.dot, GP=group,
             AT_ONCE=merged_at_once(group, 2 * half), num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=tiles.registers, PARTS=count, GROUPED=not self.one_tile and self.row_parts > MOST_MERGED.value,
@@ -351,7 +351,7 @@ class _Call:
             self.softcap, plan.window, plan.chunk,
             UNITS=_borders().few_rows, K=self.kv_heads, G=self.group, STRIDE=self.stride, M=tiles.rows, TILES=count,
             NEW=max(16, padded(self.stride)), D=self.dim, HP=half, PAGE=self.page, BN=tiles.keys, REACH=self.reach,
-            NORM=prep is not None and prep.q_norm_D is not None, SINKS=self.sinks is not None,
+            NORM=head_norm(prep), SINKS=self.sinks is not None,
             SOFTCAP=bool(self.softcap), TO=self.dot, AT_ONCE=merged_at_once(tiles.rows, 2 * half),
             num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, EARLY=early and launch["PDL"], **launch,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM
 from pagerunner.ops.kernels.paged_heads import turned
 from pagerunner.ops.kernels.paged_parts import merged, over_sinks, store_part
 from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
@@ -144,10 +145,13 @@ def prepared_halves(
     """Heads in halves [M, HP], normed, rotated, and rounded to their dtype; float32."""
     dtype: tl.constexpr = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
-    if NORM:
+    if NORM != NO_NORM:
         inverse = tl.math.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
-        low = low * inverse * weight_low.to(tl.float32)
-        high = high * inverse * weight_high.to(tl.float32)
+        weight_low, weight_high = weight_low.to(tl.float32), weight_high.to(tl.float32)
+        if NORM == OFFSET_NORM:
+            weight_low, weight_high = weight_low + 1.0, weight_high + 1.0
+        low = low * inverse * weight_low
+        high = high * inverse * weight_high
     else:
         # A sum or maximum over the head keeps the compiler from converting all that is loaded to the products' layout, one after
         # another. That took 600 cycles after the wait, and this takes 100.
@@ -168,7 +172,7 @@ def _constants(
     cos_low, cos_high = beside(cos_at, True, M, HALF, HP)
     sin_low, sin_high = beside(sin_at, True, M, HALF, HP)
     q_weights, k_weights = (cos_low, cos_high), (cos_low, cos_high)
-    if NORM:
+    if NORM != NO_NORM:
         q_weights, k_weights = beside(q_norm_ptr, True, M, HALF, HP), beside(k_norm_ptr, True, M, HALF, HP)
     return (cos_low, cos_high, sin_low, sin_high), q_weights, k_weights
 

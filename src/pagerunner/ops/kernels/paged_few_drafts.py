@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.linear_parts import NO_NORM
 from pagerunner.ops.kernels.paged_few import beside, load_half_heads, load_keys, part_of, prepared_halves
 from pagerunner.ops.kernels.paged_parts import merged, over_sinks
 from pagerunner.ops.kernels.paged_tiles import LOG2E, LOWEST, online, softcapped
@@ -54,7 +55,7 @@ def _prepare(ptr, at_N, mask_N, token_N, rope, norm_ptr, eps, N: tl.constexpr, D
     cos_low, cos_high = load_half_heads(cos_ptr + angle_N[:, None] + h, mask, HALF)
     sin_low, sin_high = load_half_heads(sin_ptr + angle_N[:, None] + h, mask, HALF)
     weight_low, weight_high = cos_low, cos_high
-    if NORM:
+    if NORM != NO_NORM:
         weight_low, weight_high = beside(norm_ptr, True, N, HALF, HP)
     return prepared_halves(low, high, weight_low, weight_high, cos_low, cos_high, sin_low, sin_high, eps, D, NORM)
 

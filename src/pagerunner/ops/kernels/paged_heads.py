@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.fp8 import ROOM as SCALE_ROOM
+from pagerunner.ops.kernels.linear_parts import NO_NORM, OFFSET_NORM, PLAIN_NORM, norm_weight
+from pagerunner.ops.paged_attention import HeadPrep
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ROOM = tl.constexpr(SCALE_ROOM)
@@ -15,6 +17,13 @@ ROOM = tl.constexpr(SCALE_ROOM)
 def fp8_type(dtype: torch.dtype) -> tl.dtype | None:
     """Triton's name of an fp8 dtype; None for other dtypes."""
     return {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}.get(dtype)
+
+
+def head_norm(prep: HeadPrep | None) -> int:
+    """A kernel's NORM: what is done to heads before attention."""
+    if prep is None or prep.q_norm_D is None:
+        return int(NO_NORM.value)
+    return int((OFFSET_NORM if prep.offset else PLAIN_NORM).value)
 
 
 @triton.jit
@@ -61,13 +70,13 @@ def _saturated(x, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def normed(low, high, norm_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr):
+def normed(low, high, norm_ptr, eps, D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr):
     """Root-mean-square norm of heads in halves [N, HALF_P]."""
     d = tl.arange(0, HALF_P)
     squares = tl.sum(low * low + high * high, 1) / D
     inverse = tl.math.rsqrt(squares + eps)[:, None]
-    low = low * inverse * tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    high = high * inverse * tl.load(norm_ptr + HALF + d, mask=d < D - HALF, other=0.0).to(tl.float32)[None, :]
+    low = low * inverse * norm_weight(norm_ptr, d, d < HALF, NORM)[None, :]
+    high = high * inverse * norm_weight(norm_ptr + HALF, d, d < D - HALF, NORM)[None, :]
     return low, high
 
 

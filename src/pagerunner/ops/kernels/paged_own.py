@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_weight
 from pagerunner.ops.kernels.paged_heads import divided, grown_scale
 from pagerunner.ops.kernels.paged_tiles import LOG2E, softcapped
 
@@ -27,10 +28,10 @@ def prepared(
     inside = (d < D)[None, :]
     x = tl.load(at + d[None, :], mask=mask & inside, other=0.0).to(tl.float32)
     pair = tl.load(at + other[None, :], mask=mask & inside, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM != NO_NORM:
         inverse = tl.math.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * inverse * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        pair = pair * inverse * tl.load(norm_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        x = x * inverse * norm_weight(norm_ptr, d, d < D, NORM)[None, :]
+        pair = pair * inverse * norm_weight(norm_ptr, other, d < D, NORM)[None, :]
     cos = tl.load(cos_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle + d, mask=d < D, other=0.0).to(tl.float32)
     return x * cos[None, :] + pair * sin[None, :]

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from pagerunner.batch import KVPages, WritePlaces
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, normed, rescale_page, turned
+from pagerunner.ops.kernels.linear_parts import NO_NORM
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, fp8_type, grown_scale, head_norm, normed, rescale_page, turned
 from pagerunner.ops.paged_attention import HeadPrep
 
 
@@ -35,8 +36,8 @@ def _load(source, token, there, prep, D: tl.constexpr, HALF: tl.constexpr, HALF_
     at = ptr + token * stride_t + d
     low = tl.load(at, mask=low_mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=there[:, None] & (d < D - HALF), other=0.0).to(tl.float32)
-    if NORM:
-        low, high = normed(low, high, norm_ptr, eps, D, HALF, HALF_P)
+    if NORM != NO_NORM:
+        low, high = normed(low, high, norm_ptr, eps, D, HALF, HALF_P, NORM)
     if ROPE:
         angle = token * stride_rope + d
         cos_low = tl.load(cos_ptr + angle, mask=low_mask, other=0.0).to(tl.float32)
@@ -197,6 +198,6 @@ def store_runs_(k: torch.Tensor, v: torch.Tensor, prep: HeadPrep | None, pages: 
         kp, *kp.stride()[:3], vp, *vp.stride()[:3], pages.scales, pages.scales.stride(0),
         *write, num_tokens,
         num_kv_heads, page, padded(page), dim, half, padded(half), dim_v, half_v, padded(half_v),
-        k_norm is not k, prep is not None, fp8_type(pages.k.dtype), FP8_MAX[pages.k.dtype],
+        head_norm(prep), prep is not None, fp8_type(pages.k.dtype), FP8_MAX[pages.k.dtype],
         num_warps=min(max(tile // 1024, 1), 8), **dependent(k.device),
     )  # fmt: skip

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from pagerunner.batch import KVPages, WritePlaces
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, start_next_and_wait
-from pagerunner.ops.kernels.paged_heads import FP8_MAX, divided, fp8_type, normed, turned
+from pagerunner.ops.kernels.linear_parts import NO_NORM
+from pagerunner.ops.kernels.paged_heads import FP8_MAX, divided, fp8_type, head_norm, normed, turned
 from pagerunner.ops.kernels.paged_runs import store_runs_
 from pagerunner.ops.paged_attention import HeadPrep
 
@@ -41,8 +42,8 @@ def _heads(
     at = ptr + tl.cast(token, tl.int64) * stride_t + head[:, None] * stride_h + d[None, :]
     low = tl.load(at, mask=low_mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=high_mask, other=0.0).to(tl.float32)
-    if NORM:
-        low, high = normed(low, high, norm_ptr, eps, D, HALF, HALF_P)
+    if NORM != NO_NORM:
+        low, high = normed(low, high, norm_ptr, eps, D, HALF, HALF_P, NORM)
     if ROPE:
         angle = tl.cast(token, tl.int64) * stride_rope + d
         cos_low = tl.load(cos_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
@@ -100,7 +101,7 @@ def _store_token(
     if FP8 is not None:
         low, high = low.to(tl.float32) * scale[:, None], high.to(tl.float32) * scale[:, None]
         _put(own, low, high, K, stride_h, ROWS, D, HALF, HALF_P)
-    elif NORM or ROPE or (dtype != page_ptr.dtype.element_ty):
+    elif NORM != NO_NORM or ROPE or (dtype != page_ptr.dtype.element_ty):
         _put(own, low.to(dtype), high.to(dtype), K, stride_h, ROWS, D, HALF, HALF_P)
 
 
@@ -161,7 +162,7 @@ def prepare_split_heads_(
     fp8 = fp8_type(pages.k.dtype)
     kp, vp = (x if fp8 is None else x.view(torch.uint8) for x in (pages.k, pages.v))
     scales = k if pages.scales is None else pages.scales
-    norm = prep is not None and prep.q_norm_D is not None
+    norm = head_norm(prep)
     q_norm, k_norm = (prep.q_norm_D, prep.k_norm_D) if prep is not None and norm else (k, k)
     cos, sin = (k, k) if prep is None else prep.angles
     query_block = min(_SMALL_QUERY_BLOCK if dim <= _SMALL_HEAD else _QUERY_BLOCK, padded(max(num_heads, 1)))

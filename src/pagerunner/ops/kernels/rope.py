@@ -40,25 +40,38 @@ def _turn_kernel(x_ptr, cos_ptr, sin_ptr, num_heads, x_token, x_head, angle_toke
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, BLOCK)
     inside = pairs < HALF
-    mask = (heads < num_heads)[:, None] & inside[None, :]
     cos = tl.load(cos_ptr + token * angle_token + pairs, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * angle_token + HALF + pairs, mask=inside, other=0.0).to(tl.float32)[None, :]
     row = x_ptr + token * x_token + (heads * x_head)[:, None]
-    if PAIRS:
-        first_place, second_place = row + 2 * pairs[None, :], row + 2 * pairs[None, :] + 1
-    else:
-        first_place, second_place = row + pairs[None, :], row + pairs[None, :] + HALF
-    first = tl.load(first_place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(second_place, mask=mask, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
-    if PAIRS:
-        crossed = (second * sin).to(dtype).to(tl.float32)
+    if PAIRS:  # lanes read and write pairs whole: every second number alone would be a load of two bytes
+        numbers = tl.arange(0, 2 * BLOCK)
+        place, kept = row + numbers[None, :], (heads < num_heads)[:, None] & (numbers < 2 * HALF)[None, :]
+        both = tl.load(place, mask=kept, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (HEADS, BLOCK, 2)))
+        new_first = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
+        new_second = (second * cos).to(dtype).to(tl.float32) + first * sin
+        turned = tl.reshape(tl.join(new_first, new_second), (HEADS, 2 * BLOCK))
+        tl.store(place, turned.to(dtype), mask=kept)
     else:
-        crossed = second * sin
-    new_first = (first * cos).to(dtype).to(tl.float32) - crossed
-    new_second = (second * cos).to(dtype).to(tl.float32) + first * sin
-    tl.store(first_place, new_first.to(dtype), mask=mask)
-    tl.store(second_place, new_second.to(dtype), mask=mask)
+        first_place, mask = row + pairs[None, :], (heads < num_heads)[:, None] & inside[None, :]
+        first = tl.load(first_place, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(first_place + HALF, mask=mask, other=0.0).to(tl.float32)
+        new_first = (first * cos).to(dtype).to(tl.float32) - second * sin
+        new_second = (second * cos).to(dtype).to(tl.float32) + first * sin
+        tl.store(first_place, new_first.to(dtype), mask=mask)
+        tl.store(first_place + HALF, new_second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _temper_kernel(q_ptr, positions_ptr, numbers, q_token, floor, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next_and_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    steps = tl.floor(tl.math.div_rn(tl.load(positions_ptr + token).to(tl.float32) + 1, floor))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, inside = q_ptr + token * q_token + at, at < numbers
+    q = tl.load(place, mask=inside).to(tl.float32) * (tl.log(1 + steps) * scale + 1)
+    tl.store(place, q.to(q_ptr.dtype.element_ty), mask=inside)
 
 
 def rope_angles(
@@ -100,3 +113,19 @@ def rope_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
 def rope_pairs_(x_TND: torch.Tensor, angles: RopeAngles) -> None:
     """See `ops/rope.py`."""
     _turn(x_TND, angles, pairs=True)
+
+
+def temper(q_THD: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
+    """See `ops/rope.py`; in place."""
+    tokens, heads, dim = q_THD.shape
+    if q_THD.stride(1) != dim or q_THD.stride(2) != 1:
+        raise ValueError(
+            "Queries that grow with their position are changed in place and need heads one behind another."
+        )
+    if tokens:
+        block = min(padded(heads * dim), 2048)
+        _temper_kernel[(tokens, blocks(heads * dim, block))](
+            q_THD, positions_T, heads * dim, q_THD.stride(0), float(floor), float(scale),
+            BLOCK=block, **dependent(q_THD.device),
+        )  # fmt: skip
+    return q_THD

@@ -16,7 +16,7 @@ typedef struct {
     const int32_t *slots, *query_start, *seq_lens;    // [R], [R + 1], [R]
     long q_stride, k_stride, v_stride, k_entry, v_entry, k_slot, v_slot, page_tokens, table_stride, table_width;
     long tokens, rows, row_tokens, heads, kv_heads, head_dim, value_dim, window, chunk; // row_tokens: a row has at most so many
-    float eps, scale, softcap;
+    float eps, norm_from, scale, softcap; // the norms' weights count from `norm_from`, 0 or 1
     int fixed; // sums are made in the same order whatever else a step computes
 } Attention;
 
@@ -31,11 +31,12 @@ INLINE void turn(float *x, const float *cos, const float *sin, long size, int ad
     }
 }
 
-static void prepare_head(float *x, const float *norm, float eps, const float *cos, const float *sin, long size)
+static void prepare_head(float *x, const float *norm, const Attention *call, const float *cos, const float *sin)
 {
+    long size = call->head_dim;
     if (norm) {
-        float scale = inverse_rms(x, size, eps);
-        for (long i = 0; i < size; i++) x[i] = x[i] * scale * norm[i];
+        float scale = inverse_rms(x, size, call->eps);
+        for (long i = 0; i < size; i++) x[i] = x[i] * scale * (norm[i] + call->norm_from);
     }
     if (cos) turn(x, cos, sin, size, 0);
 }
@@ -46,8 +47,8 @@ static void prepare_token(const Attention *call, long t)
     const float *cos = call->cos ? call->cos + t * size : NULL, *sin = call->sin ? call->sin + t * size : NULL;
     float *q = call->q + t * call->q_stride, *k = call->k + t * call->k_stride;
     if (call->q_norm || cos) {
-        for (long h = 0; h < call->heads; h++) prepare_head(q + h * size, call->q_norm, call->eps, cos, sin, size);
-        for (long h = 0; h < call->kv_heads; h++) prepare_head(k + h * size, call->k_norm, call->eps, cos, sin, size);
+        for (long h = 0; h < call->heads; h++) prepare_head(q + h * size, call->q_norm, call, cos, sin);
+        for (long h = 0; h < call->kv_heads; h++) prepare_head(k + h * size, call->k_norm, call, cos, sin);
     }
     int64_t entry = call->write_entry[t], slot = call->write_offset[t];
     if (entry < 0) return;

@@ -11,7 +11,7 @@ from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops.native.calls import ATTENTION, PREPARE, Operand, call, empty, made, memory_of, operand
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
-_CALL = struct.Struct("17P19q3fi")  # Attention in native/attention.h
+_CALL = struct.Struct("17P19q4fi")  # Attention in native/attention.h
 _NO_SCORES = Scores(0.0)
 _NO_PLAN = PagedPlan()
 _I32, _I64 = torch.int32, torch.int64
@@ -72,9 +72,10 @@ class _Inputs(NamedTuple):
         table = (0, 1) if self.table_SW is None else (self.table_SW.stride(0), self.table_SW.shape[1])
         counts = (0, 0) if rows is None else (rows.slots_R.shape[0], rows.max_query_len)
         heads = q_THD.shape[1], v_TKV.shape[1], q_THD.shape[2], v_TKV.shape[2]
+        norm = (0.0, 0.0) if self.prep is None else (self.prep.eps, float(self.prep.offset))
         return (
             *(x.stride(0) for x in self.heads), *page_strides, k_pages.shape[1], *table, q_THD.shape[0], *counts, *heads,
-            self.plan.window, self.plan.chunk, 0.0 if self.prep is None else self.prep.eps, self.scores.scale, self.scores.softcap,
+            self.plan.window, self.plan.chunk, *norm, self.scores.scale, self.scores.softcap,
             self.plan.fixed,
         )  # fmt: skip
 
@@ -83,7 +84,7 @@ def attention_memory(row_tokens: int, heads: int, kv_heads: int, head_dim: int, 
     """Bytes that attention works in, of rows of up to so many tokens."""
     nowhere, strides = (0,) * 17, (0,) * 10
     sizes = row_tokens, 1, row_tokens, heads, kv_heads, head_dim, value_dim, 0, 0
-    return memory_of(ATTENTION, _CALL.pack(*nowhere, *strides, *sizes, 0.0, 0.0, 0.0, 0))
+    return memory_of(ATTENTION, _CALL.pack(*nowhere, *strides, *sizes, 0.0, 0.0, 0.0, 0.0, 0))
 
 
 def _dense(x_TND: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,19 @@ def add_rms_norm_(
     return _norm(x_TD, residual_TD, weight_D, eps, offset)
 
 
+def add_normed_rms_norm_(
+    x_TD: torch.Tensor,
+    x_weight_D: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    """See `ops.norm.add_normed_rms_norm_`."""
+    normed_TD = rms_norm(x_TD, x_weight_D, eps, offset)
+    return normed_TD if normed_TD is NotImplemented else add_rms_norm_(normed_TD, residual_TD, weight_D, eps, offset)
+
+
 def _norm(
     x: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float, offset: bool
 ) -> torch.Tensor:
@@ -124,11 +137,14 @@ def _rotate(x_TND: torch.Tensor, angles: RopeAngles, *, adjacent: bool) -> None:
     return None
 
 
-def temper_(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> None:
+def temper(x_TND: torch.Tensor, positions_T: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
     """See `ops.rope.temper`; in place, of heads one behind another."""
+    if x_TND.stride(1) != x_TND.shape[2] or not serves(x_TND) or not counts(positions_T):
+        return NotImplemented
     tokens, heads, features = x_TND.shape
     operands = operand("x", x_TND, dense=2), operand("positions", positions_T, tokens, dtype=torch.int64)
     call(TEMPER, _TEMPER, operands, tokens, heads * features, x_TND.stride(0), floor, scale)
+    return x_TND
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
