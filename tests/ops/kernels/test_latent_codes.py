@@ -20,10 +20,14 @@ ROWS, DRAFTS = ((300, 1), (5, 1), (63, 1), (64, 1), (500, 1)), ((200, 3), (40, 1
 
 
 def pairs_of_codes(words: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Words of two numbers, from words of four codes: a code's bits are a number that is 2^120 times too small."""
+    """Words of two numbers, from words of four codes, first and third, second and fourth: a code's bits are a number that is 2^120 times too small."""
     codes = words.contiguous().view(torch.float8_e4m3fn).unflatten(-1, (-1, 4)).double() * 2.0**-120
     numbers = codes * (factors & 0xFFFF).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
-    return numbers.bfloat16().view(torch.int32).unbind(-1)
+    return mixed(numbers.bfloat16()).view(torch.int32).unbind(-1)
+
+
+def mixed(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
 
 
 def twice(factors: torch.Tensor) -> torch.Tensor:
@@ -33,7 +37,7 @@ def twice(factors: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Groups:
-    found = Groups(latent_codes_gluon, "codes_kernel", pairs_of_codes=pairs_of_codes, _twice=twice)
+    found = Groups(latent_codes_gluon, "codes_kernel", pairs_of_codes=pairs_of_codes, mixed=mixed, _twice=twice)
     monkeypatch.setattr(
         latent_wide, "_codes", lambda: SimpleNamespace(codes_kernel=found, ADDERS=latent_codes_gluon.ADDERS)
     )

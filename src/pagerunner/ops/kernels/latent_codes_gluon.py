@@ -1,16 +1,16 @@
 """Attention to slots in e4m3 that an indexer has chosen, on Hopper, in Gluon: some warps make numbers of codes while others multiply them.
 
 `kernels/latent_decode.py` says what a slice is. A unit is a token with up to 16 heads, and its keys are the slots chosen for it. More heads leave no registers for warps that only make numbers
-(`kernels/latent_gluon.py`). Three groups of warps work at once:
+(`kernels/latent_gluon.py`). Four groups of warps work at once:
 
 * Copiers bring codes, scales and rotary parts of 32 slots, as they are, into one of three rooms.
-* Makers read a room, and leave numbers in one of two tiles of 64 slots.
+* Two groups of makers have half of each tile of 64 slots. They read a room, and leave numbers in one of two tiles.
 * Adders multiply a tile's numbers by the queries, and add them with their weights, from where they lie.
 
-Copiers alone ask memory for anything while slots are read, and have no registers for it. In registers less would be on its way: loads also need room in the device's first cache, of which shared memory leaves
-28 KiB.
+So no register of those who make numbers waits for memory.
 
-Numbers are 2^60 times too small in tiles: a code's bits are a number of bfloat16 that is 2^120 times too small, and one product with 2^60 times the scale makes up for half of it.
+Numbers are 2^60 times too small in tiles: a code's bits are a number of bfloat16 that is 2^120 times too small, and one product with 2^60 times the scale makes up for half of it. Of each four
+elements of a latent the second one lies behind the third one there, so a word of codes becomes two words of numbers in fewer steps. Queries are ordered alike, and results are put where they belong.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pagerunner.ops.kernels.latent_gluon import (
     _entries,
     _leave,
     _none_yet,
+    _queries,
     _read_queries,
     _scores,
     _scores_layout,
@@ -48,10 +49,10 @@ N = gl.constexpr(64)
 """Keys of a tile."""
 H = gl.constexpr(16)
 """Queries of a program."""
-COPIERS, MAKERS, ADDERS = gl.constexpr(4), gl.constexpr(8), gl.constexpr(4)
-"""Warps of each group."""
+COPIERS, MAKERS, ADDERS = gl.constexpr(4), gl.constexpr(4), gl.constexpr(4)
+"""Warps of each group. There are two groups of makers."""
 ROWS = gl.constexpr(32)
-"""Slots that are copied, and become numbers, at once."""
+"""Slots that are copied, and become numbers, at once: half a tile."""
 STAGES = gl.constexpr(3)
 """Rooms of as many slots."""
 SWAPPED = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, [1, 0]))
@@ -71,21 +72,39 @@ def _in_turn(words: int, warps: int) -> gl.BlockedLayout:
 
 @gluon.jit
 def pairs_of_codes(words, factors):
-    """Numbers of four e4m3 codes in a word, times two equal factors in a word. The words of PTX are those of `latent_decode._numbers`."""
+    """Numbers of four e4m3 codes in a word, times two equal factors in a word: the first and the third, and the second and the fourth, as nothing has to be moved then."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 p, q, a, b;
-        prmt.b32 p, 0, $2, 0x5140; prmt.b32 q, 0, $2, 0x7362;
-        and.b32 a, p, 0x80008000; shr.u32 b, p, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $0, a, $3;
-        and.b32 a, q, 0x80008000; shr.u32 b, q, 4; lop3.b32 a, b, 0x07F007F0, a, 0xEA; mul.rn.bf16x2 $1, a, $3; }""",
+        """{ .reg .b32 a, b;
+        shl.b32 a, $2, 4; shl.b32 b, $2, 8; and.b32 a, a, 0x07F007F0; lop3.b32 a, b, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $3;
+        shr.u32 b, $2, 4; and.b32 b, b, 0x07F007F0; lop3.b32 b, $2, 0x80008000, b, 0xEA; mul.rn.bf16x2 $1, b, $3; }""",
         "=r,=r,r,r", [words, factors], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
+def mixed(numbers):
+    """Of each four numbers the second one behind the third one, as `pairs_of_codes` leaves them."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+        "=r,=r,r,r",
+        [numbers],
+        dtype=numbers.dtype,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def _twice(factors):
     """Scales as words of two equal numbers, half of what codes are too small."""
-    bits = (factors * UP).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return bits | (bits << 16)
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 a; mul.f32 a, $1, 0f5D800000; cvt.rn.bf16x2.f32 $0, a, a; }",
+        "=r,r",
+        [factors],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -109,24 +128,38 @@ def _bring(raw, met, pages, strides, chosen, unit_ptr, slice_ptr, table, table_s
         if upto > tile:
             own, row_table = chosen + unit.to(gl.int64) * chosen_stride, table + row.to(gl.int64) * table_stride
             at, last = (tile - first) * N, (upto - first) * N
-            slot, later = _slots(own, at + n, length, True), _slots(own, at + ROWS + n, length, True)
-            entry = _entries(row_table, slot, PAGE)
-            for key in range(at, last, ROWS):
-                place = entry.to(gl.int64) * page_stride + slot % PAGE * slot_stride
-                turned = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(8, COPIERS)), assert_trivial=True)
-                mbarrier.wait(empty.index(stage), phase)
-                for g in gl.static_range(G):
-                    async_copy.async_copy_global_to_shared(
-                        raw_codes[g].index(stage), codes + (place * 4)[:, None] + (g * 32 + word)
+            # pages of two pieces are looked up while two are copied, and slots of two more: nothing that is on its way is moved to another register, which would wait for it
+            inside, entries, later = (), (), ()
+            for i in gl.static_range(2):
+                slot = _slots(own, at + i * ROWS + n, length, True)
+                inside, entries = inside + (slot % PAGE * slot_stride,), entries + (_entries(row_table, slot, PAGE),)
+                later = later + (_slots(own, at + (i + 2) * ROWS + n, length, True),)
+            for key in range(at, last, N):
+                places, following = (), ()
+                for i in gl.static_range(2):
+                    places = places + (entries[i].to(gl.int64) * page_stride + inside[i],)
+                inside, entries = (), ()
+                for i in gl.static_range(2):
+                    inside, entries = (
+                        inside + (later[i] % PAGE * slot_stride,),
+                        entries + (_entries(row_table, later[i], PAGE),),
                     )
-                async_copy.async_copy_global_to_shared(raw_rope.index(stage), rope + (turned * 8)[:, None] + x)
-                async_copy.async_copy_global_to_shared(raw_scales.index(stage), scales + (place * 4)[:, None] + few)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                entry, slot = _entries(row_table, later, PAGE), later
-                later = _slots(own, key + 2 * ROWS + n, length, True)
-                stage += 1
-                if stage == STAGES:
-                    stage, phase = 0, phase ^ 1
+                    following = following + (_slots(own, key + (i + 4) * ROWS + n, length, True),)
+                later = following
+                for i in gl.static_range(2):
+                    place = places[i]
+                    turned = gl.convert_layout(place, gl.SliceLayout(1, _in_turn(8, COPIERS)), assert_trivial=True)
+                    mbarrier.wait(empty.index(stage), phase)
+                    for g in gl.static_range(G):
+                        async_copy.async_copy_global_to_shared(
+                            raw_codes[g].index(stage), codes + (place * 4)[:, None] + (g * 32 + word)
+                        )
+                    async_copy.async_copy_global_to_shared(raw_rope.index(stage), rope + (turned * 8)[:, None] + x)
+                    async_copy.async_copy_global_to_shared(raw_scales.index(stage), scales + (place * 4)[:, None] + few)
+                    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                    stage += 1
+                    if stage == STAGES:
+                        stage, phase = 0, phase ^ 1
             tile = upto
         unit += 1
     wait_turn(PDL)  # without tiles, too
@@ -152,40 +185,39 @@ def _convert(words, scales, latents, first: gl.constexpr):
 
 
 @gluon.jit
-def _make(rooms, raw, met, raw_met, unit_ptr, slice_ptr):
-    """The warps that make numbers."""
+def _make(HALF: gl.constexpr, rooms, raw, met, raw_met, unit_ptr, slice_ptr):
+    """Warps that make numbers of half of each tile."""
     k_latent, k_rope = rooms
     raw_codes, raw_rope, raw_scales = raw
     full, empty = met
     brought, taken = raw_met
     tile, stop, unit = _piece(slice_ptr)
-    stage, phase, turn = 0, 0, 0
+    stage, phase, turn = HALF, 0, 0
     while tile < stop:
         first, _, _, _, upto = _unit(unit_ptr, unit, stop)
         tile = gl.maximum(tile, first)
         for _ in range(tile, upto):
             into = turn & 1
+            mbarrier.wait(brought.index(stage), phase)
+            words = ()
+            for g in gl.static_range(G):
+                words = words + (raw_codes[g].index(stage).load(_in_turn(2, MAKERS)),)
+            turned, scales = (
+                raw_rope.index(stage).load(_in_turn(8, MAKERS)),
+                raw_scales.index(stage).load(_in_turn(4, MAKERS)),
+            )
+            gl.thread_barrier()
+            mbarrier.arrive(taken.index(stage))
             mbarrier.wait(empty.index(into), turn >> 1 & 1 ^ 1)
-            for half in gl.static_range(0, N, ROWS):
-                mbarrier.wait(brought.index(stage), phase)
-                words = ()
-                for g in gl.static_range(G):
-                    words = words + (raw_codes[g].index(stage).load(_in_turn(2, MAKERS)),)
-                turned, scales = (
-                    raw_rope.index(stage).load(_in_turn(8, MAKERS)),
-                    raw_scales.index(stage).load(_in_turn(4, MAKERS)),
-                )
-                gl.thread_barrier()
-                mbarrier.arrive(taken.index(stage))
-                k_rope.index(into).slice(half, ROWS).store(turned)
-                _convert(words, scales, k_latent.index(into), half)
-                stage += 1
-                if stage == STAGES:
-                    stage, phase = 0, phase ^ 1
+            k_rope.index(into).slice(HALF * ROWS, ROWS).store(turned)
+            _convert(words, scales, k_latent.index(into), HALF * ROWS)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(into))
             turn += 1
+            stage += 2
+            if stage >= STAGES:
+                stage, phase = stage - STAGES, phase ^ 1
         tile = gl.maximum(tile, upto)
         unit += 1
 
@@ -210,7 +242,8 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
         tile = gl.maximum(tile, first)
         if upto > tile:
             gl.thread_barrier()  # all have read the unit before
-            _read_queries(q_low, q_latent, unit, first_query, num_heads, qc_token, qc_head, 1, WIDE)
+            at, there = _queries(q_low, q_latent, unit, first_query, num_heads, qc_token, qc_head, 1, WIDE)
+            q_low.store(mixed(gl.load(at, mask=there, other=0.0)))
             _read_queries(q_turned, q_rope, unit, first_query, num_heads, qp_token, qp_head, 1, NARROW)
             q_turned.store(
                 (q_turned.load(NARROW).to(gl.float32) * (1.0 / UP)).to(dtype)
@@ -231,7 +264,9 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(stage))
                 turn += 1
-            _leave(sums, total, most, unit, tile == first, upto == end, first_query, num_heads, results, UP, C, 1, H)
+            _leave(
+                sums, total, most, unit, tile == first, upto == end, first_query, num_heads, results, UP, C, 1, H, True
+            )
             tile = upto
         unit += 1
 
@@ -251,7 +286,7 @@ def codes_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, fo
         raw_codes = raw_codes + (gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 32], SWAPPED),)
     raw_rope = gl.allocate_shared_memory(dtype, [STAGES, ROWS, 64], PLAIN)
     raw_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, G], PLAIN)
-    rooms, met = (k_latent, k_rope), (barriers(2, 1), barriers(2, 1))
+    rooms, met = (k_latent, k_rope), (barriers(2, 2), barriers(2, 1))
     raw, raw_met = (raw_codes, raw_rope, raw_scales), (barriers(STAGES, COPIERS * 32), barriers(STAGES, 1))
     fence_async_shared()
     held = pages.to(gl.pointer_type(gl.int32), bitcast=True), rope, scales
@@ -259,6 +294,7 @@ def codes_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, fo
     queries = q_latent, q_rope, qc_token, qc_head, qp_token, qp_head
     gl.warp_specialize([
         (_multiply, (rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num_heads, scale, whole_token, whole_head)),
-        (_make, (rooms, raw, met, raw_met, unit_ptr, slice_ptr)),
+        (_make, (0, rooms, raw, met, raw_met, unit_ptr, slice_ptr)),
+        (_make, (1, rooms, raw, met, raw_met, unit_ptr, slice_ptr)),
         (_bring, (raw, raw_met, held, strides, chosen, unit_ptr, slice_ptr, table, table_stride, chosen_stride, PAGE, PDL)),
-    ], [MAKERS, COPIERS], [112, 64])  # fmt: skip
+    ], [MAKERS, MAKERS, COPIERS], [112, 112, 80])  # fmt: skip

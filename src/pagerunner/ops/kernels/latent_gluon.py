@@ -165,15 +165,24 @@ def _copy_tile(held, k_rope, factors, pages, rope, scales, wide_entry, wide_slot
 
 
 @gluon.jit
-def _read_queries(
+def _queries(
     room, source, unit, first_query, num_heads, token_stride, head_stride, STRIDE: gl.constexpr, COPIED: gl.constexpr
 ):
-    """Bring a unit's queries; those that aren't there are zeros."""
+    """Where a unit's queries are, and which are there."""
     x = gl.arange(0, room.shape[1], gl.SliceLayout(0, COPIED))
     query = first_query + gl.arange(0, room.shape[0], gl.SliceLayout(1, COPIED))
     token, head = _query(unit, query, num_heads, STRIDE)
     at = source + (token * token_stride + head * head_stride)[:, None] + x[None, :]
-    room.store(gl.load(at, mask=(query < num_heads * STRIDE)[:, None], other=0.0))
+    return at, (query < num_heads * STRIDE)[:, None]
+
+
+@gluon.jit
+def _read_queries(
+    room, source, unit, first_query, num_heads, token_stride, head_stride, STRIDE: gl.constexpr, COPIED: gl.constexpr
+):
+    """Bring a unit's queries; those that aren't there are zeros."""
+    at, there = _queries(room, source, unit, first_query, num_heads, token_stride, head_stride, STRIDE, COPIED)
+    room.store(gl.load(at, mask=there, other=0.0))
 
 
 @gluon.jit
@@ -306,15 +315,18 @@ def _tiles(q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, ro
 
 
 @gluon.jit
-def _leave(sums, total, most, unit, begins, ends, first_query, num_heads, results, up, C: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr):  # fmt: skip
-    """A unit's results, or a part of them with what it is relative to. Sums are `up` times too small."""
+def _leave(sums, total, most, unit, begins, ends, first_query, num_heads, results, up, C: gl.constexpr, STRIDE: gl.constexpr, H: gl.constexpr, MIXED: gl.constexpr):  # fmt: skip
+    """A unit's results, or a part of them with what it is relative to. Sums are `up` times too small. MIXED: of each four elements the second one is behind the third one."""
     whole, whole_token, whole_head, parts, found = results
     KEYS: gl.constexpr = 0 if H < 64 else 1
     SUMS: gl.constexpr = _sums_layout(H, gl.num_warps())
     count, queries = gl.sum(total, KEYS), num_heads * STRIDE
     sums = sums * gl.expand_dims(gl.convert_layout(up / count, gl.SliceLayout(KEYS, SUMS)), KEYS)
     rows = first_query + gl.arange(0, H, gl.SliceLayout(KEYS, SUMS))
-    columns = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1 - KEYS, SUMS)), 1 - KEYS)
+    columns = gl.arange(0, C, gl.SliceLayout(1 - KEYS, SUMS))
+    if MIXED:
+        columns = columns // 4 * 4 + columns % 2 * 2 + columns // 2 % 2
+    columns = gl.expand_dims(columns, 1 - KEYS)
     there = gl.expand_dims(rows < queries, KEYS)
     if begins & ends:
         token, head = _query(unit, rows, num_heads, STRIDE)
@@ -382,6 +394,6 @@ def slices_kernel(q_latent, q_rope, pages, rope, scales, chosen, whole, parts, f
                 q_low, q_turned, held, k_latent, k_rope, factors, p_shared, pages, rope, scales, own, row_table, at, last, length, sees, scale,
                 page_stride, slot_stride, rope_page, rope_slot, scale_page, scale_slot, PAGE, C, G, CHOSEN, STRIDE, H,
             )  # fmt: skip
-            _leave(sums, total, most, unit, tile == first_tile, upto == end, first_query, num_heads, results, 1.0, C, STRIDE, H)  # fmt: skip
+            _leave(sums, total, most, unit, tile == first_tile, upto == end, first_query, num_heads, results, 1.0, C, STRIDE, H, False)  # fmt: skip
             tile = upto
         unit += 1
