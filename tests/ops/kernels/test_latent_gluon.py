@@ -55,6 +55,20 @@ def test_chosen_slots(
     check(found, want)
 
 
+@pytest.mark.parametrize(("limit", "plain"), [(2**26, True), (2 * 19 * 16 * 1152 - 1, False)])
+def test_slots_that_many_tokens_read_become_numbers_once(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, limit: int, plain: bool
+) -> None:
+    """Two rows of at most 19 pages, if there is room for all that these may have."""
+    monkeypatch.setattr(latent_wide, "slice_count", lambda *_: 5)
+    monkeypatch.setattr(sparse_latents, "PLAIN_BYTES", limit)
+    told, run = [], latent_wide.run_wide
+    monkeypatch.setattr(latent_wide, "run_wide", lambda *given, **how: told.append(given[2]) or run(*given, **how))
+    given = made(replace(SIZES, rows=((20, 9), (260, 30)), heads=20, groups=4, longest=0, padding=1))
+    check(sparse_latents.chosen_values(*given), chosen_values.twin(*given))
+    assert [one.scales_ESG is None for one in told] == [plain]
+
+
 @pytest.mark.parametrize(
     ("slices", "heads", "rows", "stride", "scaled"),
     [(3, 5, ROWS, 0, 1), (9, 40, ROWS, 0, 1), (9, 4, ((190, 3), *DRAFTS[1:]), 4, 64), (3, 40, DRAFTS, 4, 1)],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.sparse_latents import Latents
 
 MOST_PARTS = 16
+PLAIN_BYTES = 2**26  # of slots in fp8 that become numbers at once: those of 58,254 tokens of DeepSeek-V3.2
+PLAIN_READS = 8  # how often tokens of a step read each of them then, on average, at least
 UNIT_TILES = 3  # which a token's beginning and end take as long as (docs/performance/latents.md)
 
 
@@ -343,6 +346,56 @@ def run_chosen(
     return Partial(whole_THC, parts, found)
 
 
+@triton.jit(do_not_specialize=["width"])
+def _plain_kernel(
+    codes, rope, scales, out, lengths_ptr, slots_ptr, table, width, codes_page, codes_slot, rope_page, rope_slot, scale_page, scale_slot, table_stride,
+    PAGE: tl.constexpr, C: tl.constexpr, P: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BN slots of a row as numbers, of which `out` has room for `width` a row."""
+    start_next_and_wait(PDL)
+    row, c, p = tl.program_id(1), tl.arange(0, C), tl.arange(0, P)
+    kind: tl.constexpr = out.dtype.element_ty if COMPILED else tl.float32  # the interpreter doesn't multiply bfloat16
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    live, inside = n < tl.load(lengths_ptr + row), n % PAGE
+    entry = tl.load(table + tl.load(slots_ptr + row).to(tl.int64) * table_stride + n // PAGE, mask=live, other=0)
+    latent, turned = _tile(
+        codes + entry * codes_page + inside * codes_slot, rope + entry * rope_page + inside * rope_slot,
+        scales + entry * scale_page + inside * scale_slot, live, c, p, kind, C, P, G, C, BN, FP8, COMPILED,
+    )  # fmt: skip
+    at = out + (row.to(tl.int64) * width + n)[:, None] * (C + P)
+    tl.store(at + c[None, :], latent.to(out.dtype.element_ty), mask=live[:, None])
+    tl.store(at + C + p[None, :], turned.to(out.dtype.element_ty), mask=live[:, None])
+
+
+def _plain(
+    pages: Latents, table_SW: torch.Tensor, rows: StepRows, dtype: torch.dtype
+) -> tuple[Latents, torch.Tensor, StepRows]:
+    """Slots of the step's rows as numbers, in pages and a table of their own."""
+    codes, turned, scales = pages
+    assert scales is not None
+    page, latent, rope = *codes.shape[1:], turned.shape[-1]
+    count, each = rows.slots_R.shape[0], blocks(rows.max_seq_len, page)
+    out_EXL = torch.empty(count * each, page, latent + rope, dtype=dtype, device=codes.device)
+    held = codes.view(torch.uint8)
+    _plain_kernel[(blocks(each * page, 16), count)](
+        held, turned, scales, out_EXL, rows.seq_lens_R, rows.slots_R, table_SW, each * page, *held.stride()[:2], *turned.stride()[:2], *scales.stride()[:2],
+        table_SW.stride(0), PAGE=page, C=latent, P=rope, G=scales.shape[-1], BN=16, FP8=fp8_type(codes.dtype),
+        COMPILED=os.environ.get("TRITON_INTERPRET") != "1", num_warps=4, **dependent(codes.device),
+    )  # fmt: skip
+    table_RW = torch.arange(count * each, device=codes.device).view(count, each)
+    own = replace(rows, slots_R=torch.arange(count, dtype=rows.slots_R.dtype, device=codes.device))
+    return Latents(out_EXL[..., :latent], out_EXL[..., latent:]), table_RW, own
+
+
+def _makes_plain(pages: Latents, rows: StepRows, tokens: int, heads: int, most: int) -> bool:
+    """Whether so many tokens read slots in fp8 so often that these become numbers once. Up to 16 queries take as long by codes."""
+    if pages.scales_ESG is None or heads <= 16:
+        return False
+    page, size = pages.latent_ESC.shape[1:]
+    slots = rows.slots_R.shape[0] * blocks(rows.max_seq_len, page) * page
+    return tokens * most > PLAIN_READS * slots and slots * (size + pages.rope_ESP.shape[-1]) * 2 <= PLAIN_BYTES
+
+
 def chosen_values(
     q_THC: torch.Tensor,
     q_THP: torch.Tensor,
@@ -361,6 +414,8 @@ def chosen_values(
     say_kernel("chosen latents", name, gluon, q_THC.device, heads, size, q_THC.dtype, pages.latent_ESC.dtype)
     if gluon:
         wide_tiles, most = latent_wide.wide_tiles(heads), chosen_TK.shape[1]
+        if _makes_plain(pages, rows, tokens, heads, most):
+            pages, table_SW, rows = _plain(pages, table_SW, rows, q_THC.dtype)
         slices = min(latent_wide.slice_count(tokens, heads, q_THC.device), tokens * blocks(most, wide_tiles.keys))
         schedule = scratch.get(("wide", slices, most))
         # the choice was the last launch, and waited for all before it, among them an earlier layer's schedule
