@@ -187,11 +187,15 @@ def test_long_rows_in_gluon(
         runs.clear()
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "dim"), [(8, 4, 64), (2, 7, 64), (8, 2, 80), (3, 3, 80), (8, 4, 96), (2, 5, 112), (4, 1, 128)]
-)
-def test_long_rows_of_other_heads(monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, dim: int) -> None:
-    """Of fewer elements than 128, and in no groups: what is read beyond a head's end is the next head's."""
+HEADS = [(8, 4, 64), (2, 7, 64), (8, 2, 80), (3, 3, 80), (8, 4, 96), (2, 5, 112), (4, 1, 128)]
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [*HEADS, (4, 6, 256), (8, 2, 256), (4, 1, 256), (3, 3, 192)])
+def test_long_rows_of_other_heads(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, dim: int, kv_dtype: torch.dtype
+) -> None:
+    """Of other sizes than 128, and in no groups: what is read beyond a head's end is the next head's."""
     runs, run = [], kernels.paged_prefill_wide.run
     monkeypatch.setattr(
         kernels.paged_prefill_wide,
@@ -199,9 +203,18 @@ def test_long_rows_of_other_heads(monkeypatch: pytest.MonkeyPatch, kv_heads: int
         lambda *args, past, **kept: runs.append(past) or run(*args, past=past, **kept),
     )
     for rows in LONG:
-        case = Case(rows, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, lead=16, padding=3)
+        case = Case(rows, 16, kv_heads, group, dim, dtype=BF16, kv_dtype=kv_dtype, lead=16, padding=3)
         check_attention(case, "cuda", **CLOSE)
     assert len(runs) == (6 if has_gluon(torch.device("cuda")) else 0)
+
+
+@pytest.mark.parametrize("reach", [None, Reach(512), Reach(1001), Reach(700, chunked=True)], ids=str)
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 8, 64), (8, 2, 128), (1, 5, 128), (4, 2, 256), (1, 4, 256)])
+def test_long_rows_with_windows_and_sinks(kv_heads: int, group: int, dim: int, reach: Reach | None) -> None:
+    """Few heads' blocks are divided."""
+    for rows in LONG:
+        case = Case(rows, 32, kv_heads, group, dim, dtype=BF16, kv_dtype=BF16, reach=reach, sinks=True, lead=16)
+        check_attention(case, "cuda", **CLOSE)
 
 
 DRAFTS = (plain(1700, 4), plain(0, 1), plain(3, 2), plain(126, 4), plain(0, 3))

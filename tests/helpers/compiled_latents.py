@@ -173,24 +173,47 @@ def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: boo
     return gluon(kernel, types, constants, aligned, num_warps=GLUON_TILES.warps, num_ctas=cluster, launch_pdl=True)
 
 
-def prefill(name: str, group: int, page: int, dim: int = 128, divided: bool = False) -> dict[str, Any]:
+def prefill(
+    name: str,
+    group: int,
+    page: int,
+    dim: int = 128,
+    divided: bool = False,
+    sinks: bool = False,
+    reach: bool = False,
+    softcap: bool = False,
+) -> dict[str, Any]:
     """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
-    tiles, queries = f"[128,64],{PANEL.value!r}", f"[{64 // group},{group},64],{QUERIES.value!r}"
+    tiles, queries = (
+        f"[{128 if dim <= 128 else 64},64],{PANEL.value!r}",
+        f"[{64 // group},{group},64],{QUERIES.value!r}",
+    )
     types = dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}{tiles}>")
     boxes = queries if group & (group - 1) == 0 else tiles
     types |= dict.fromkeys(("q_desc", "out_desc"), f"tensordesc<{name}{boxes}>")
-    pages = f"[{page or 128},64],{PANEL.value!r}"
+    pages = f"[{min(page & -page or 128, 128 if dim <= 128 else 64)},64],{PANEL.value!r}"
     types |= dict.fromkeys(("kp_desc", "vp_desc"), f"tensordesc<{name}{pages}>") | {
         "table_ptr": "*i64",
         "scale": "fp32",
+        "softcap": "fp32",
     }
     pointers = ["slots_ptr", "starts_ptr", "lengths_ptr", "part_ptr", "taken_ptr"]
     types |= (
         dict.fromkeys(pointers, "*i32")
         | dict.fromkeys(("values_ptr", "sums_ptr"), "*fp32")
-        | {"q_ptr": "*" + name, "out_ptr": "*" + name}
+        | dict.fromkeys(("q_ptr", "out_ptr", "sinks_ptr"), "*" + name)
     )
-    constants = {"G": group, "D": dim, "PAGE": page or 128, "PAGED": page > 0, "DIVIDED": divided, "PDL": True}
+    constants = {
+        "G": group,
+        "D": dim,
+        "PAGE": page or 128,
+        "PAGED": page > 0,
+        "DIVIDED": divided,
+        "SINKS": sinks,
+        "SOFTCAP": softcap,
+        "REACH": reach,
+        "PDL": True,
+    }
     aligned = [
         "q_ptr",
         "q_st",

@@ -60,7 +60,7 @@ class PagedBackend:
         rows, reach = inputs.rows, inputs.reach
         lens = tuple(inputs.query_lens)
         whole = state is None and lens == tuple(inputs.seq_lens) and rows.num_tokens == sum(lens)
-        fresh = lens if whole and reach is None else ()
+        fresh = lens if whole else ()
         known = len(lens) == len(inputs.seq_lens) > 0  # a graph has none, and a drafter's pass says new ones alone
         past = tuple(of - new for of, new in zip(inputs.seq_lens, lens, strict=True) if new > 1) if known else None
         size = 0 if reach is None else reach.size

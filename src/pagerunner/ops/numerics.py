@@ -117,7 +117,9 @@ class AttentionBorders(NamedTuple):
     short_window: int = 256
     """Keys. Heads of 128 bytes with such windows take smaller tiles."""
     wide_queries: int = 256
-    """New tokens. From so many in most rows on, heads of 64 to 128 elements have a kernel in Gluon. Shorter rows weren't measured."""
+    """New tokens. From so many in most rows on, heads of 64 to 256 elements have a kernel in Gluon. Shorter rows weren't measured."""
+    wide_window: int = 512
+    """Keys. The kernel in Gluon takes such windows and longer ones."""
     divided_queries: int = 16
     """The same where blocks see so many keys that these are divided among programs."""
     library_queries: int = 4096

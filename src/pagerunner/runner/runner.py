@@ -41,6 +41,7 @@ from pagerunner.types import Guess, SamplingParams, SlotInit, StepPlan, StepRow
 from pagerunner.types.steps import MeasuredSteps
 
 BETWEEN_TOKENS = 272  # more than steps that run in graphs have, and a multiple of 16
+FEW_TOKENS, FEW_KEYS = 128, 4096  # a past in fp8 pages that is copied for so few tokens, of all heads together
 
 
 class RunnableModel(Protocol):
@@ -357,7 +358,7 @@ class ModelRunner:
         multiples of 16, and neither; and a row as long as can be, with and without a past. Attention of long rows has other tiles, and the largest
         steps may have rows of half that length, and rows that a library serves. Many tokens in rows too short for the kernel of long rows have
         one of their own. So have, in fp8 pages, long rows with no more past than new tokens: of the longest there may be too much to copy. Rows that are just long enough for it may be so many that the schedule looks for pages that all share.
-        Few keys of a token are divided among fewer programs, and many keys of some tokens in the kernel of long rows.
+        Few keys of a token are divided among fewer programs, and many keys of some tokens in the kernel of long rows: in fp8 pages only as many as are copied together.
         """
         longest, most, most_rows = self._max_model_len, self._builder.max_tokens, self._builder.max_rows
         for rows in (1, 3, 16):
@@ -374,6 +375,8 @@ class ModelRunner:
         yield even_rows(1, size, min(longest, 2 * size), past=True)
         for fewer in (0, 1):
             yield even_rows(1, min(numerics.FAST.attention.divided_queries - fewer, size), longest, past=True)
+        for tokens in (numerics.FAST.attention.divided_queries, FEW_TOKENS):
+            yield even_rows(1, min(tokens, size), min(longest, FEW_KEYS), past=True)
         count = min(-(-most // short), most_rows)
         yield even_rows(count, min(count * short, most), longest, past=True)
         count = min(most // (short + 1), most_rows)

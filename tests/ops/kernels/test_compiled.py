@@ -178,7 +178,7 @@ def vectors_cases() -> list[tuple[Any, ...]]:
 
 
 def prefill_cases() -> list[tuple[Any, ...]]:
-    """Long rows, by query heads of a head of keys, tokens of a page (0: new tokens alone), a head's size, and whether blocks are divided."""
+    """Long rows, by query heads of a head of keys, tokens of a page (0: new tokens alone), a head's size, and whether blocks are divided, there are sinks, windows, and soft caps."""
     cases = [
         ("prefill", "bf16", 4, 16),
         ("prefill", "bf16", 5, 16),
@@ -186,6 +186,12 @@ def prefill_cases() -> list[tuple[Any, ...]]:
         ("prefill", "fp16", 8, 64),
     ]
     cases += [("prefill", "bf16", 4, 16, 64), ("prefill", "fp16", 7, 16, 80), ("prefill", "bf16", 4, 16, 128, True)]
+    cases += [("prefill", "bf16", 8, 16, 256), ("prefill", "bf16", 6, 128, 256, True)]
+    cases += [
+        ("prefill", "bf16", 2, 16, 256, False, False, True),
+        ("prefill", "bf16", 8, 64, 64, True, True, True),
+        ("prefill", "bf16", 2, 16, 256, False, False, True, True),
+    ]
     return turns([*cases, ("prefill", "fp16", 3, 0)], 0)
 
 
@@ -287,6 +293,8 @@ def test_kernels_stay_on_their_way(case, compiled):
         if case[0] in ("wide", "streams", "drafts", "held", "adapted_row")
         else 128
         if (case[0] == "latents" and case[2] > 16) or (case[0] in ("vectors", "scored") and case[-1])
+        else 400 * case[7]
+        if case[0] == "prefill" and len(case) > 6  # of windows, beside the loops
         else 80 + 80 * (case[2] % 2)  # lanes copy queries of such groups
         if case[0] == "prefill"
         else 0

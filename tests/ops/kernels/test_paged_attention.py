@@ -28,7 +28,7 @@ from helpers.paged_kernels import (  # noqa: E402
     check_store,
 )
 from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
-from pagerunner.ops.kernels import paged_few, paged_sizes  # noqa: E402
+from pagerunner.ops.kernels import paged_decode, paged_few, paged_sizes  # noqa: E402
 from pagerunner.ops.paged_attention import Scores, paged_attention, store_kv_  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
@@ -398,6 +398,29 @@ def test_many_parts_of_few_rows_are_merged_some_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(paged_few, "_merge_some", spy)
     check_projected(case, "cpu")
     assert counts.count(4) >= 5 * case.kv_heads
+
+
+@pytest.mark.parametrize(
+    "case", [Case((plain(500, 1), plain(300, 1), plain(0, 1)), 16, 1, 3, 32, kv_dtype=E4M3), FEW[4]]
+)
+def test_many_slices_of_few_rows_are_merged_some_at_a_time(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """The same in `decode_kernel`, which has rows in fp8 pages and those of more query heads."""
+    monkeypatch.setattr(kernels, "decode_tiles", lambda *_: kernels.Tiles(16, 16, 4, 5, 16))
+    monkeypatch.setattr(kernels, "MOST_FEW_HEADS", 2)
+    for module in kernels, paged_decode:
+        monkeypatch.setattr(module, "MOST_MERGED", tl.constexpr(6))
+    monkeypatch.setattr(paged_decode, "MERGED", tl.constexpr(4))
+    merge, some = paged_decode.merged_parts, []
+
+    def spy(*given):
+        some.append(len(given))
+        return merge(*given)
+
+    monkeypatch.setattr(paged_decode, "merged_parts", spy)
+    check_attention(case, "cpu")
+    if case.kv_dtype == E4M3:
+        check_projected(case, "cpu", atol=2e-5, rtol=2e-5)
+    assert some.count(11) >= 7 and 12 in some, "by fours, then what these have left"
 
 
 @pytest.mark.parametrize(("group", "unused"), [(16, "run_decode"), (17, "run_few")])

@@ -84,6 +84,12 @@ def merge(
         (((0, 40), (130, 90)), 1, 7, 16, 64, 3),
         (((0, 150), (130, 140)), 2, 1, 16, 96, 1),
         (((0, 40), (100, 90)), 1, 3, 16, 80, 1),
+        (((0, 40), (100, 70), (1, 129)), 2, 4, 16, 256, 1),
+        (((0, 150), (130, 140)), 1, 1, 32, 256, 1),
+        (((260, 90), (0, 3)), 2, 3, 128, 256, 3),
+        (((0, 40), (130, 90)), 1, 8, 64, 192, 1),
+        (((300, 20), (0, 40)), 1, 4, 256, 64, 1),
+        (((310, 20), (0, 40)), 1, 4, 48, 128, 1),
     ],
 )
 def test_rows(
@@ -177,13 +183,45 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         (Case(PAST, 16, 1, 3, 128, dtype=F16, kv_dtype=F16, padding=3, lead=16), 8),
         (Case((plain(700, 40), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case((plain(600, 33), plain(9, 8)), 16, 1, 5, 64, dtype=F16, kv_dtype=F16, lead=16), 8),
-        (Case((plain(700, 40), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, lead=16), 0),
+        (Case((plain(700, 40), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, lead=16), 8),
+        (Case((plain(700, 26), plain(3, 1)), 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, lead=16), 0),
         (Case(FRESH, 16, 2, 1, 128, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case(FRESH, 16, 1, 4, 56, dtype=F16, kv_dtype=F16), 0),
-        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3, lead=16), 0),
-        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 0),
-        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, sinks=True), 0),
+        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3, lead=16), 8),
+        (Case(PAST, 16, 1, 3, 96, dtype=F16, kv_dtype=E4M3, lead=16), 8),
+        (Case(PAST, 32, 1, 2, 256, dtype=F16, kv_dtype=E4M3, lead=16), 8),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(50)), 8),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(39)), 0),
+        (
+            Case(
+                (plain(400, 90), plain(3, 1), plain(130, 20), plain(0, 200)),
+                16,
+                1,
+                3,
+                128,
+                dtype=F16,
+                kv_dtype=F16,
+                reach=Reach(200),
+                lead=16,
+            ),
+            8,
+        ),
+        (Case((plain(460, 33), plain(9, 40)), 16, 1, 4, 128, dtype=F16, kv_dtype=F16, reach=Reach(300), lead=16), 8),
+        (Case((plain(260, 133), plain(0, 150)), 32, 1, 1, 256, dtype=F16, kv_dtype=F16, reach=Reach(100), lead=16), 8),
+        (
+            Case(
+                (plain(260, 133), plain(0, 150)), 16, 1, 4, 64, dtype=F16, kv_dtype=F16, reach=Reach(96, True), lead=16
+            ),
+            8,
+        ),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, reach=Reach(50)), 8),
+        (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=E4M3, reach=Reach(50)), 0),
+        (Case(PAST, 16, 1, 2, 256, dtype=F16, kv_dtype=F16, reach=Reach(90), softcap=2.0, lead=16), 8),
+        (Case(PAST, 16, 1, 4, 64, dtype=F16, kv_dtype=E4M3, softcap=0.7, lead=16), 8),
+        (Case(FRESH, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, sinks=True), 8),
+        (Case((plain(700, 40), plain(3, 90)), 16, 1, 8, 64, dtype=F16, kv_dtype=F16, sinks=True, lead=16), 8),
+        (Case((plain(600, 33), plain(9, 8)), 16, 1, 4, 256, dtype=F16, kv_dtype=F16, lead=16), 8),
         (Case(PAST[1:], 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=16), 0),  # rows too short
         (Case(PAST, 16, 1, 4, 128, dtype=F16, kv_dtype=F16, lead=4), 0),
     ],
@@ -197,12 +235,26 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
         "divided",
         "divided and whole",
         "divided fp8",
+        "fewer tokens, divided fp8",
         "no group",
         "heads of 64",
         "small heads",
         "heads of 64 in fp8",
+        "heads of 96 in fp8",
+        "heads of 256 in fp8",
         "window",
+        "small window",
+        "window and a past",
+        "window, divided",
+        "window of heads of 256",
+        "chunks",
+        "window in fp8",
+        "window and a past in fp8",
+        "soft cap and a window",
+        "soft cap in fp8",
         "sinks",
+        "sinks and a past",
+        "heads of 256, divided and whole",
         "short",
         "uneven",
     ],
@@ -210,7 +262,7 @@ FRESH, PAST = (plain(0, 150), plain(0, 1), plain(0, 33)), (plain(40, 90), plain(
 def test_steps_that_it_serves(monkeypatch: pytest.MonkeyPatch, launched: Groups, case: Case, programs: int) -> None:
     """Four programs each of two layers, by the step's schedule, beside rows that decode. All other steps have Triton's kernel."""
     set_borders(monkeypatch, "attention", wide_queries=30)
-    set_borders(monkeypatch, "attention", divided_queries=25)
+    set_borders(monkeypatch, "attention", divided_queries=25, wide_window=40)
     check_attention(case, "cpu", atol=3e-2, rtol=3e-2)
     assert launched.programs == programs
 

@@ -49,7 +49,9 @@ def _borders() -> numerics.AttentionBorders:
     return numerics.FAST.attention
 
 
-WIDE_TILES = Tiles(paged_prefill_wide.SIZE, paged_prefill_wide.SIZE, 12, 2)
+def wide_tiles(dim: int) -> Tiles:
+    """Tiles of the kernel in Gluon."""
+    return Tiles(paged_prefill_wide.SIZE, paged_prefill_wide.keys_of(dim), 12, 2)
 
 
 @dataclass(slots=True)
@@ -193,10 +195,11 @@ class _Call:
         self.shared_splits = self._shared_splits()
         self.own = prep is not None or (self.reach and not self.stride)
         self.long = not (plan.one_token or self.stride)
-        self.prefill_parts, wide_parts = self._prefill_parts(self.prefill), self._prefill_parts(WIDE_TILES)
+        wide = wide_tiles(self.dim)
+        self.prefill_parts, wide_parts = self._prefill_parts(self.prefill), self._prefill_parts(wide)
         self.wide = self._is_wide(wide_parts > 0)
         if self.wide:
-            self.prefill, self.prefill_parts = WIDE_TILES, wide_parts
+            self.prefill, self.prefill_parts = wide, wide_parts
         few = few_draft_tiles(self.row_bytes) if self.stride else few_tiles(self.row_bytes, self.group, self.tokens)
         self.one_tile = 0 < plan.window <= few.keys
         short = self.one_tile or self.stride or are_few(self.tokens, self.kv_heads, self.group)
@@ -205,6 +208,7 @@ class _Call:
             self.entry_tiles = 0
         # of a row in `few_kernel`; two warps, which more heads have, haven't registers to merge some of them first
         self.row_parts = max(_borders().row_parts // self.kv_heads if self.group <= 8 else 0, MOST_MERGED.value)
+        self.grouped = not self.stride and self.units < _borders().few_rows and self.slices > MOST_MERGED.value
         self.tiles = few if self.few else self.decode
         self.out = q.new_empty(self.tokens, self.heads, self.dim_v)
 
@@ -215,6 +219,8 @@ class _Call:
         counters = self.tokens * self.kv_heads  # of a unit's pieces by head, and of pieces that are merged together
         if self.few and not self.stride:
             counters += (self.few_slices() + self.tokens) * self.kv_heads
+        elif self.grouped:
+            counters += self.slices * self.kv_heads
         sizes = [6, self.tokens + 1, 4 * self.tokens, num_rows + 1, counters]
         sizes = [-(-size // 4) * 4 for size in sizes]
         parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -284,7 +290,7 @@ class _Call:
             bool(self.softcap), self.fp8, self.dot, num_warps=tiles.warps, num_stages=tiles.stages,
             maxnreg=tiles.registers, EARLY=early and launch["PDL"],
             FP8_MAX=FP8_MAX.get(self.pages.k.dtype, 0.0), STATIC=self.pages.static,
-            PAGE_P=padded(self.page), **launch,
+            PAGE_P=padded(self.page), GROUPED=self.grouped, **launch,
         )  # fmt: skip
 
     def run_drafts(self, schedule: _Schedule, *, early: bool) -> None:
@@ -367,19 +373,24 @@ class _Call:
     def _is_wide(self, divided: bool) -> bool:
         """Whether the kernel in Gluon serves: long rows, or some over many keys, whose blocks would be `divided`.
 
-        Where pages are in fp8, rows have to occupy the device, and the host has to know how much past there is: it is copied, a few heads at a time if there is much of it.
+        Where pages are in fp8, the host has to know how much past there is: it is copied, a few heads at a time if there is much of it. These have to occupy the device; blocks
+        are divided of all heads together. Of windows nothing is copied.
         """
-        plain = self.long and not (self.reach or self.softcap or self.sinks is not None)
+        plan, reach = self.plan, self.plan.window or self.plan.chunk
+        plain = self.long and not 0 < reach < _borders().wide_window
         least = _borders().divided_queries if divided else _borders().wide_queries
-        if not (plain and self.plan.usual_query_len >= least):
+        if not (plain and plan.usual_query_len >= least):
             return False
-        if self.pages.scales is not None and not self.plan.fresh:
-            if divided or self.prefill_parts:
+        if self.pages.scales is not None and not plan.fresh:
+            at_once = 0 if plan.past is None or reach else heads_at_once(plan.past, self.kv_heads, self.dim)
+            if divided:
+                if at_once < self.kv_heads or plan.usual_query_len * self.group < paged_prefill_wide.SIZE:
+                    return False
+            elif 2 * blocks(self.tokens * self.group, paged_prefill_wide.SIZE) * at_once <= multiprocessors(
+                self.q.device
+            ):
                 return False
-            at_once = 0 if self.plan.past is None else heads_at_once(self.plan.past, self.kv_heads)
-            if 2 * blocks(self.tokens * self.group, WIDE_TILES.rows) * at_once <= multiprocessors(self.q.device):
-                return False
-        past, of = not self.plan.fresh, "long rows of new tokens" if self.plan.fresh else "long rows with a past"
+        past, of = not plan.fresh, "long rows of new tokens" if plan.fresh else "long rows with a past"
         wide = paged_prefill_wide.serves((self.q, self.k, self.v), self.pages, past=past)
         of_heads = self.q.device, self.heads, self.dim, self.q.dtype, self.pages.k.dtype
         say_kernel(of, "paged_prefill_gluon", wide, *of_heads)
@@ -389,17 +400,21 @@ class _Call:
         heads, rows, plan = paged_prefill_wide.Heads(self.q, self.k, self.v, self.out), self.rows, self.plan
         step = rows.slots_R, rows.query_start_R1, rows.seq_lens_R
         given = heads, self.pages, self.table, step, schedule.parts, schedule.info[4:], self.scale
+        divided = self.room_for_parts() if self.prefill_parts else None
         if plan.fresh or self.pages.scales is None:
-            divided = self.room_for_parts() if self.prefill_parts else None
-            paged_prefill_wide.run(*given, past=not plan.fresh, divided=divided)
-            if divided is not None:
-                self.merge_parts(schedule, *divided)
-            return
-        assert plan.past is not None, "the kernel serves only where it is known"
-        dense = plan.scratch.get(Dense)
-        if dense is None:
-            dense = plan.scratch[Dense] = Dense.of(plan.past, rows.slots_R.shape[0], self.q.device)
-        paged_prefill_wide.run_dense(*given, dense, heads_at_once(plan.past, self.kv_heads))
+            reach = plan.window, plan.chunk
+            paged_prefill_wide.run(
+                *given, past=not plan.fresh, divided=divided, sinks=self.sinks, reach=reach, softcap=self.softcap
+            )
+        else:
+            assert plan.past is not None, "the kernel serves only where it is known"
+            dense = plan.scratch.get(Dense)
+            if dense is None:
+                dense = plan.scratch[Dense] = Dense.of(plan.past, rows.slots_R.shape[0], self.q.device)
+            at_once = heads_at_once(plan.past, self.kv_heads, self.dim)
+            paged_prefill_wide.run_dense(*given, dense, at_once, divided, self.sinks, self.softcap)
+        if divided is not None:
+            self.merge_parts(schedule, *divided)
 
     def most_parts(self) -> int:
         """Of all rows' blocks."""
@@ -466,7 +481,7 @@ class _Call:
         cuDNN takes 50 ms to prepare itself for a new row length. That is worth it only for lengths that come again.
         """
         fresh = self.plan.fresh
-        if not fresh or any(count % _borders().library_queries for count in fresh) or not self.q.is_cuda:
+        if not fresh or self.reach or any(count % _borders().library_queries for count in fresh) or not self.q.is_cuda:
             return False
         return (
             self.q.dtype in (torch.bfloat16, torch.float16)
@@ -481,7 +496,7 @@ class _Call:
     def run(self) -> torch.Tensor:
         if not self.wide and self.library_serves():
             return attend_fresh_rows(self.q, self.k, self.v, self.plan.fresh, self.scale)
-        key = self.kv_heads, self.group, self.own, self.few, self.tiles, self.prefill, self.shared_splits, self.prefill_parts  # fmt: skip
+        key = self.kv_heads, self.group, self.own, self.few, self.grouped, self.tiles, self.prefill, self.shared_splits, self.prefill_parts  # fmt: skip
         schedule = self.plan.scratch.get(key)
         # prefetching first tiles cost 2.5 us of 25 at 64 rows, and saved 2 us of 9 at one row
         early = schedule is not None and (self.few or self.units < _borders().few_rows)

@@ -5,7 +5,8 @@ slice. So one row of 40,000 tokens and 256 rows of 1,000 keep the device equally
 every step.
 
 A row that lies in one slice is finished by that slice's program. If slice boundaries cut a row, each of its programs leaves a
-partial result. The last program to finish merges them all, always in the same order.
+partial result. The last program to finish merges them all, always in the same order. In steps of few rows, more than 32 are merged 16 at a
+time, as in `kernels.paged_few`.
 
 Scores are in units of log2. Shape letters: U units (a row's token), S slices, K key/value heads, G query heads per
 key/value head (M: as rows of a tile), V size of a value head.
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
+from pagerunner.ops.kernels.paged_few import MERGED, MOST_MERGED, is_last
 from pagerunner.ops.kernels.paged_own import own_value, prepared, with_own_code
 from pagerunner.ops.kernels.paged_tiles import (
     LOG2E,
@@ -50,24 +52,26 @@ def store_part(
 @triton.jit
 def merged_parts(
     part_ptr, sums_ptr, first, pieces, head,
-    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, begin=0, each=1,
 ):  # fmt: skip
-    """The partial results of one unit: of slice `first` in its second place, of later slices in their first."""
+    """The partial results of one unit: of slice `first` in its second place, of later slices in their first. Those of pieces from `begin` to `pieces`, or
+    of one in `each`.
+    """
     g = tl.arange(0, M)
     d = tl.arange(0, DVP)
     BLOCK: tl.constexpr = 16
     highest = tl.full([M], LOWEST, tl.float32)
-    for start in range(0, pieces, BLOCK):
-        piece = start + tl.arange(0, BLOCK)
+    for start in range(begin, pieces, BLOCK * each):
+        piece = start + tl.arange(0, BLOCK) * each
         place = ((first + piece) * 2 + (piece == 0)) * K + head
         mask = (piece < pieces)[:, None] & (g < G)[None, :]
         some = tl.load(sums_ptr + (place[:, None] * G + g[None, :]) * 2, mask=mask, other=LOWEST, cache_modifier=".cg")
         highest = tl.maximum(highest, tl.max(some, 0))
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    for start in range(0, pieces, 4):
+    for start in range(begin, pieces, 4 * each):
         for one in tl.static_range(4):
-            piece = start + one
+            piece = start + one * each
             place = ((first + piece) * 2 + (1 if piece == 0 else 0)) * K + head
             mask = (g < G) & (piece < pieces)
             at = place * G + g
@@ -80,6 +84,36 @@ def merged_parts(
             )  # fmt: skip
             acc += weight[:, None] * values
     return highest, total, acc
+
+
+@triton.jit
+def _merge(
+    part_ptr, sums_ptr, counter_ptr, unit, num_units, piece, first, pieces, head, highest, total, acc,
+    K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Whether this is the last of a unit's slices, which begin with slice `first`, to have stored its part, and their result then. GROUPED: the last
+    of some slices merges these before, and leaves the result where the first of them had its part.
+    """
+    each, ready, done = 1, pieces > 0, pieces == 0
+    if GROUPED:
+        each = tl.where(pieces > MOST_MERGED, MERGED, 1)
+        group = (piece - first) // each * each
+        some = tl.minimum(pieces - group, each)
+        ready = some == 1
+        if some > 1:
+            ready = is_last(counter_ptr + (num_units + first + group) * K + head, some)
+            if ready:
+                highest, total, acc = merged_parts(
+                    part_ptr, sums_ptr, first, group + some, head, K, G, M, DV, DVP, group
+                )
+                tl.debug_barrier()  # all have read the first part
+                place = ((first + group) * 2 + (group == 0)) * K + head
+                store_part(part_ptr, sums_ptr, place, highest, total, acc, G, M, DV, DVP)
+    if ready:
+        done = is_last(counter_ptr + unit * K + head, tl.cdiv(pieces, each))
+        if done:
+            highest, total, acc = merged_parts(part_ptr, sums_ptr, first, pieces, head, K, G, M, DV, DVP, 0, each)
+    return done, highest, total, acc
 
 
 @triton.jit
@@ -291,7 +325,7 @@ def decode_kernel(
     DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr,
     FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
     FP8: tl.constexpr, TO: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FP8_MAX: tl.constexpr,
-    STATIC: tl.constexpr, PAGE_P: tl.constexpr,
+    STATIC: tl.constexpr, PAGE_P: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """One slice of one head.
 
@@ -302,7 +336,7 @@ def decode_kernel(
     OWN: the token itself is read from the projection, as it may be in no page. FUSED: heads are as the projection made them, and
     the program that has the token stores its key and value. EARLY: the schedule is complete, because the decode kernel of an
     earlier layer fills the device and has waited for the schedule. So the schedule is read, and the first tile is brought into
-    the second-level cache, while the predecessor still runs.
+    second-level cache, while the predecessor still runs. GROUPED: `counter` [U + S, K] also counts parts that are merged together.
     """
     start_next(PDL)
     wait_turn(PDL and not EARLY)
@@ -339,11 +373,9 @@ def decode_kernel(
         if pieces > 1:
             place = (piece * 2 + (1 if tile == begin else 0)) * K + head
             store_part(part_ptr, sums_ptr, place, highest, total, acc, G, M, DV, DVP)
-            tl.debug_barrier()
-            done = tl.atomic_add(counter_ptr + unit * K + head, 1, sem="acq_rel", scope="gpu") == pieces - 1
-            if done:
-                tl.store(counter_ptr + unit * K + head, 0)
-                highest, total, acc = merged_parts(part_ptr, sums_ptr, begin // per, pieces, head, K, G, M, DV, DVP)
+            done, highest, total, acc = _merge(
+                part_ptr, sums_ptr, counter_ptr, unit, num_units, piece, begin // per, pieces, head, highest, total, acc, K, G, M, DV, DVP, GROUPED,
+            )  # fmt: skip
         if done:
             g = tl.arange(0, M)
             q_head = head * G + g

@@ -243,7 +243,7 @@ def _store_part(
 
 
 @triton.jit
-def _is_last(counter, count):
+def is_last(counter, count):
     """Whether this program is the last of `count` to have stored what it has. The counter is then as before."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
@@ -359,11 +359,11 @@ def few_kernel(
                 some = tl.minimum(first_part + count - begin, each)
                 ready = some == 1
                 if some > 1:
-                    ready = _is_last(counter_ptr + (num_units + begin) * K + head, some)
+                    ready = is_last(counter_ptr + (num_units + begin) * K + head, some)
                     if ready:
                         _merge_some(part_ptr, sums_ptr, begin, some, head, K, G, GP, D, 2 * HP, AT_ONCE)
             if ready:
-                if _is_last(counter_ptr + unit * K + head, tl.cdiv(count, each)):
+                if is_last(counter_ptr + unit * K + head, tl.cdiv(count, each)):
                     _store_merged(
                         out_ptr + wide * out_st, out_sh, sinks_ptr, part_ptr, sums_ptr, first_part, each, count, head,
                         K, G, GP, D, 2 * HP, SINKS, AT_ONCE,
