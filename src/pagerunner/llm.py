@@ -420,8 +420,8 @@ class LLM:
             self._core.change_weights(FinishUpdate())
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """The number of ranks, which is how many processes a trainer's group has beside the trainer."""
-        return self._config.num_ranks
+        """The number of ranks, which is how many processes a trainer's group has beside the trainer; without `include_dp` of one team."""
+        return self._config.num_ranks // (1 if include_dp else self._config.teams)
 
     def collective_rpc(self, *_: Any, **__: Any) -> None:
         """vLLM's call of any function on its ranks, which is refused. Raises ConfigError that names what is there instead."""

@@ -390,6 +390,7 @@ def test_teams_in_processes_sleep_wake_and_end_together(model: Path) -> None:
         llm.wake_up()
         assert tokens(llm) == wanted
     assert [one["requests"] for one in map(llm.memory_state, (0, 1))] == [[], []] and llm.get_world_size() == 2
+    assert llm.get_world_size(include_dp=False) == 1
     for team in (2, -1):
         with pytest.raises(
             InvalidRequestError, match=rf"team must be in \[0, 2\), as data_parallel_size is 2; got {team}\."

@@ -230,6 +230,8 @@ def test_all_engines_behind_one_port_take_them(
     monkeypatch.setenv("PAGERUNNER_LIMIT_TRANSFER_SECONDS", "10")
     with running_server(args, core_factory=DEFAULT_FACTORY) as server:
         assert server.get("/get_world_size").json() == {"world_size": 2}
+        assert server.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
+        assert "include_dp must be one of true, false" in server.get("/get_world_size?include_dp=no").text
         rl_trainer.Sender(rl_trainer.Server(server.url), seconds=200).send(weights_of(models[1]).items())
         for engine in ("0", "1"):
             assert tokens_of(server, **{"X-data-parallel-rank": engine}) == expected[1]

@@ -470,6 +470,11 @@ class AsyncEngine:
         """The number of ranks of all cores that live."""
         return self._ranks * len(check_alive(self.replicas))
 
+    @property
+    def place_size(self) -> int:
+        """The number of ranks of a core, or of one of its teams."""
+        return self._ranks * len(self.replicas) // len(self.places)
+
     async def _of_all(self, call: Callable[[Replica], Coroutine[Any, Any, Result]]) -> list[Result]:
         """The answers of all cores that live. Raises the error of the first that can't answer.
 

@@ -106,9 +106,10 @@ class Control:
         return json_response({"message": said})
 
     async def get_world_size(self, request: Request) -> Response:
-        """How many processes the engine has in a trainer's group."""
+        """How many processes the engine has in a trainer's group; with `include_dp` false, those of one of several engines or teams."""
         _only(request, "include_dp")
-        return json_response({"world_size": self._engine.world_size})
+        _check("/get_world_size", "include_dp", included := request.query_params.get("include_dp", "true").lower())
+        return json_response({"world_size": self._engine.world_size if included == "true" else self._engine.place_size})
 
     async def collective_rpc(self, request: Request) -> Response:
         """Refused: no code that is sent is run."""
