@@ -89,6 +89,15 @@ def test_rounded_products_of_wide_matrices(form: str, outputs: int, inputs: int,
     close(linear(x, matrix), want)
 
 
+@pytest.mark.parametrize("tokens", [3, 72])
+def test_whole_rounds_and_what_is_left_of_them(tokens: int) -> None:
+    """Gate and up of Qwen3-32B: two launches, of which the second adds up parts."""
+    matrix = on_device(stored("fp8 block", 51_200, 5120))._replace(activations="block")
+    x = torch.randn(tokens, 5120, device="cuda").bfloat16()
+    want = dequantized(quantize(x, matrix.codes.dtype, grouped=True)) @ dense(matrix, torch.float32).t()
+    close(linear(x, matrix), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("features", [4096, 12288, 2880, 192])

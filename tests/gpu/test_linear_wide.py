@@ -118,6 +118,21 @@ def test_weights_are_exact(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(linear(eye, matrix), dense(matrix, torch.bfloat16).T)
 
 
+@pytest.mark.parametrize("form", ["int4 bf16 128 zeros", "e2m1 e4m3 16 rows", "int8 group 128"])
+def test_whole_rounds_and_what_is_left_of_them(form: str) -> None:
+    """Two launches, of which the second adds up parts."""
+    matrix = on_device(form, 25_600, 4096)
+    x, bias = torch.randn(72, 4096, device="cuda").bfloat16(), torch.randn(25_600, device="cuda").bfloat16()
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert [rows.start for rows in linear_wide.pieces(72, matrix, x.device)] == [0, 25_344]
+    want = x.float() @ dense(matrix, torch.bfloat16).float().T + bias.float()
+    assert error(linear(x, matrix, bias), want) < 4e-3
+    residual = torch.randn(72, 25_600, device="cuda").bfloat16()
+    want += residual.float()
+    linear_add_(x, matrix, residual, bias)
+    assert error(residual, want) < 4e-3
+
+
 def test_repeated_products_are_the_same() -> None:
     matrix = on_device("int4 bf16 128", 6144, 4096)
     x = torch.randn(160, 4096, device="cuda", dtype=torch.bfloat16)

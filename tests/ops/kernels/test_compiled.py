@@ -99,6 +99,7 @@ def wide_cases() -> list[tuple[Any, ...]]:
             "fp8 row",
             "fp8 block",
             "int8 group 128",
+            "int8 group 32",
         )
     ]
     forms += [("bf16", "e2m1 e8m0 32"), ("bf16", "e2m1 e4m3 16 rows")]

@@ -21,6 +21,7 @@ from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_stored
 from pagerunner.ops.kernels.launch import blocks, padded
 from pagerunner.ops.kernels.linear_eight import SIZES, EightConfig, eight_config
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.quantize import GROUP, Quantized, quantize
 from pagerunner.ops.stored import Stored8, dense
@@ -92,8 +93,9 @@ def test_pieces_are_multiplied_by_their_own_rows(monkeypatch):
     monkeypatch.setattr(linear_eight, "pieces", lambda *_: ((128, config), (256, config)))
     monkeypatch.setattr(linear_eight, "multiprocessors", lambda device: 132)
 
-    def run(x: Quantized, weight: Stored8, bias: torch.Tensor, out: torch.Tensor, grouped: bool, *_: Any) -> None:
-        out += dequantized(x) @ dense(weight, torch.float32).T + bias
+    def run(x: Quantized, product: Product, grouped: bool, _: Any) -> None:
+        assert isinstance(product.weight_OI, Stored8) and product.add
+        product.out_TO.add_(dequantized(x) @ dense(product.weight_OI, torch.float32).T + product.bias_O)
 
     monkeypatch.setattr(linear_eight, "_run_piece", run)
     for form in ("fp8 row", "fp8 block"):

@@ -299,10 +299,8 @@ def kernels_of(tokens: int, dtype: torch.dtype, weight_OI: torch.Tensor, device:
 
 
 def run_dense(
-    product: Product,
-    config: DenseConfig | None = None,
-    beside: Callable[[torch.Tensor | None, DenseConfig], None] | None = None,
-) -> torch.Tensor:
+    product: Product, config: DenseConfig | None = None, beside: Callable[[torch.Tensor | None, DenseConfig], None] | None = None
+) -> torch.Tensor:  # fmt: skip
     """Write `linear(x)`, gated or not, into `out`, or add it. The norm is computed before, by its own kernel.
 
     `beside` launches a kernel that runs beside this one, and may read `x` and all that is older at once. It has to end behind this one's end, and adds up the sums

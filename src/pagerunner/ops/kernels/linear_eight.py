@@ -20,10 +20,11 @@ import torch
 
 from pagerunner.ops.kernels.launch import blocks, dependent, multiprocessors, padded
 from pagerunner.ops.kernels.linear_dense import STEP_TIMES
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_sums import PART_INPUTS, add_parts
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.quantize import GROUP, Quantized
-from pagerunner.ops.stored import Stored8, rows_of
+from pagerunner.ops.stored import Stored8
 
 SIZES = 16, 32, 64, 96, 128, 160
 """Tokens of a tile."""
@@ -147,17 +148,16 @@ def run_eight(
     x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, grouped: bool, add: bool = False
 ) -> None:  # fmt: skip
     """Write the product into `out`, or add it."""
-    first = 0
+    first, whole = 0, Product(x.codes, weight_OI, bias_O, out_TO, add=add)
     for last, config in _pieces(x.codes.shape[0], weight_OI, out_TO.device):
-        rows, bias = rows_of(weight_OI, first, last), None if bias_O is None else bias_O[first:last]
-        _run_piece(x, rows, bias, out_TO[:, first:last], grouped, add, config)
+        _run_piece(x, whole.of_rows(first, last), grouped, config)
         first = last
 
 
-def _run_piece(
-    x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, grouped: bool, add: bool, config: EightConfig
-) -> None:  # fmt: skip
+def _run_piece(x: Quantized, product: Product, grouped: bool, config: EightConfig) -> None:
     """One launch, and one that adds parts."""
+    _, weight_OI, bias_O, out_TO, _, _, add = product
+    assert isinstance(weight_OI, Stored8)
     (tokens, inputs), outputs = x.codes.shape, weight_OI.shape[0]
     part = blocks(blocks(inputs, GROUP), config.parts)
     tile, done = part * config.parts, config.parts == 1

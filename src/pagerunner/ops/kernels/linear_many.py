@@ -147,10 +147,11 @@ def _product(given: Product) -> None:
     tokens, device = x_TI.shape[0], x_TI.device
     if linear_wide.serves(tokens, x_TI.dtype, weight_OI, device) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated, pairs=isinstance(weight_OI, Stored4))
+        whole = Product(ordered, weight_OI, bias_O, out_TO, add=add)
         for rows in linear_wide.pieces(tokens, weight_OI, device):
-            part, bias = rows_of(weight_OI, rows.start, rows.stop), None if bias_O is None else bias_O[rows]
-            config = linear_wide.wide_config(tokens, part, device)
-            linear_wide.run_wide(Product(ordered, part, bias, out_TO[:, rows], add=add), config)
+            part = whole.of_rows(rows.start, rows.stop)
+            assert not isinstance(part.weight_OI, torch.Tensor)
+            linear_wide.run_wide(part, linear_wide.wide_config(tokens, part.weight_OI, device))
         return
     if _in_tiles(tokens, x_TI.dtype, weight_OI) and x_TI.stride(1) == out_TO.stride(1) == 1:
         ordered = in_order(x_TI, weight_OI, norm, gated=gated)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pagerunner.ops.kernels.activation import logistic, rounded
 from pagerunner.ops.linear import Norm
-from pagerunner.ops.stored import Stored
+from pagerunner.ops.stored import Stored, rows_of
 
 NO_NORM, PLAIN_NORM, OFFSET_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """A kernel's NORM: the weights of an offset norm count from 1."""
@@ -33,6 +33,14 @@ class Product(NamedTuple):
     def after_norm(self) -> Product:
         """The same with the norm computed, for kernels that leave it to others."""
         return self if self.norm is None else self._replace(x_TI=self.norm(self.x_TI), norm=None)
+
+    def of_rows(self, first: int, last: int) -> Product:
+        """The same of some output features of a stored matrix, without a gate."""
+        if last - first == self.out_TO.shape[1]:
+            return self
+        assert not isinstance(self.weight_OI, torch.Tensor)
+        own, bias = rows_of(self.weight_OI, first, last), None if self.bias_O is None else self.bias_O[first:last]
+        return self._replace(weight_OI=own, bias_O=bias, out_TO=self.out_TO[:, first:last])
 
 
 def norm_kind(norm: Norm | None) -> int:

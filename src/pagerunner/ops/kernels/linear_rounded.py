@@ -276,15 +276,9 @@ def kernels_of(tokens: int, weight_OI: Stored8, dtype: torch.dtype, device: torc
 
 
 def run_rounded(
-    x: Quantized,
-    weight_OI: Stored8,
-    bias_O: torch.Tensor | None,
-    out_TO: torch.Tensor,
-    *,
-    grouped: bool,
-    add: bool = False,
+    x: Quantized, weight_OI: Stored8, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, grouped: bool, add: bool = False,
     config: RoundedConfig | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Launch `_rounded_kernel`: write the product into `out`, or add it."""
     tokens, inputs = x.codes.shape
     features = weight_OI.shape[0]

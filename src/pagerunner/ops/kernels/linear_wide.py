@@ -86,11 +86,8 @@ class WideConfig(NamedTuple):
 @functools.cache
 def has_gluon(device: torch.device) -> bool:
     """Whether this device and this version of Triton run the kernel."""
-    if (
-        device.type != "cuda"
-        or os.environ.get("TRITON_INTERPRET") == "1"
-        or not triton.__version__.startswith(VERSIONS)
-    ):
+    measured = triton.__version__.startswith(VERSIONS) and os.environ.get("TRITON_INTERPRET") != "1"
+    if device.type != "cuda" or not measured:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
 
