@@ -59,7 +59,7 @@ def test_chosen_slots(
 def test_slots_that_many_tokens_read_become_numbers_once(
     monkeypatch: pytest.MonkeyPatch, launched: Launched, limit: int, plain: bool
 ) -> None:
-    """Two rows of at most 19 pages, if there is room for all that these may have."""
+    """Two rows of at most 19 pages, if there is room for all that these may have. A step takes all of the room, so that the plan of memory counts it."""
     monkeypatch.setattr(latent_wide, "slice_count", lambda *_: 5)
     monkeypatch.setattr(sparse_latents, "PLAIN_BYTES", limit)
     told, run = [], latent_wide.run_wide
@@ -67,6 +67,7 @@ def test_slots_that_many_tokens_read_become_numbers_once(
     given = made(replace(SIZES, rows=((20, 9), (260, 30)), heads=20, groups=4, longest=0, padding=1))
     check(sparse_latents.chosen_values(*given), chosen_values.twin(*given))
     assert [one.scales_ESG is None for one in told] == [plain]
+    assert not plain or told[0].latent_ESC.untyped_storage().nbytes() == limit
 
 
 @pytest.mark.parametrize(

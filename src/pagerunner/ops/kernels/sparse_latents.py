@@ -370,21 +370,25 @@ def _plain_kernel(
 def _plain(
     pages: Latents, table_SW: torch.Tensor, rows: StepRows, dtype: torch.dtype
 ) -> tuple[Latents, torch.Tensor, StepRows]:
-    """Slots of the step's rows as numbers, in pages and a table of their own."""
+    """Slots of the step's rows as numbers, in pages and a table of their own. They take the same room whatever there is, which a start has taken, too."""
     codes, turned, scales = pages
     assert scales is not None
     page, latent, rope = *codes.shape[1:], turned.shape[-1]
     count, each = rows.slots_R.shape[0], blocks(rows.max_seq_len, page)
-    out_EXL = torch.empty(count * each, page, latent + rope, dtype=dtype, device=codes.device)
+    room = torch.empty(PLAIN_BYTES // dtype.itemsize, dtype=dtype, device=codes.device)
+    out_EXL = room[: count * each * page * (latent + rope)].view(count * each, page, latent + rope)
     held = codes.view(torch.uint8)
     _plain_kernel[(blocks(each * page, 16), count)](
         held, turned, scales, out_EXL, rows.seq_lens_R, rows.slots_R, table_SW, each * page, *held.stride()[:2], *turned.stride()[:2], *scales.stride()[:2],
         table_SW.stride(0), PAGE=page, C=latent, P=rope, G=scales.shape[-1], BN=16, FP8=fp8_type(codes.dtype),
         COMPILED=os.environ.get("TRITON_INTERPRET") != "1", num_warps=4, **dependent(codes.device),
     )  # fmt: skip
-    table_RW = torch.arange(count * each, device=codes.device).view(count, each)
     own = replace(rows, slots_R=torch.arange(count, dtype=rows.slots_R.dtype, device=codes.device))
-    return Latents(out_EXL[..., :latent], out_EXL[..., latent:]), table_RW, own
+    return (
+        Latents(out_EXL[..., :latent], out_EXL[..., latent:]),
+        torch.arange(count * each, device=codes.device).view(count, each),
+        own,
+    )
 
 
 def _makes_plain(pages: Latents, rows: StepRows, tokens: int, heads: int, most: int) -> bool:
