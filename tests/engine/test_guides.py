@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
+from helpers.checkpoints import make_checkpoint
 from helpers.patience import LONG
 from pagerunner.engine.structured_output import grammar
+from pagerunner.text.tokenizer import Tokenizer
 from pagerunner.types import Grammar
 
 END, BAD, ODD = 1, 2, 3
@@ -70,16 +74,16 @@ def library() -> Library:
 @pytest.fixture
 def make_guide(library: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(grammar, "_FOLLOWERS", 1)
-    looks: Any = grammar._Looks()
+    one: Any = grammar._Looks()
     monkeypatch.setattr(grammar, "_FOLLOWERS", 4)
     many: Any = grammar._Looks()
 
-    def make(*, alone: bool = False, after: str = "") -> grammar.GrammarGuide:
+    def make(*, alone: bool = False, after: str = "", looks: Any = many) -> grammar.GrammarGuide:
         compiled: Future[Any] = Future()
         compiled.set_result(Matcher(library))
-        tokenizer: Any = grammar.Once(lambda: SimpleNamespace(decode_bytes=bytes))
+        tokenizer: Any = grammar.Once(lambda: SimpleNamespace(decode_bytes=bytes, vocab_size=16))
         guide = grammar.GrammarGuide(
-            tokenizer, compiled, looks if alone else many, Grammar("g", after=after), lambda: None
+            tokenizer, compiled, one if alone else looks, Grammar("g", after=after), lambda: None
         )
         guide.wait(LONG)
         assert guide.error is None
@@ -186,7 +190,7 @@ def test_a_grammar_that_is_used_again_and_again_is_compiled_once(
     compiled: list[str] = []
     monkeypatch.setattr(grammar, "KEPT", 2)
     monkeypatch.setattr(grammar, "compile_grammar", lambda _, text: compiled.append(text) or Matcher(library))
-    tokenizer: Any = SimpleNamespace(decode_bytes=bytes)
+    tokenizer: Any = SimpleNamespace(decode_bytes=bytes, vocab_size=16)
     guides = grammar.Guides(lambda: tokenizer)
     for text in ("a", "b", "a", "c", "a", "d", "a", "b"):
         request: Any = SimpleNamespace(grammar=Grammar(text=text))
@@ -195,3 +199,69 @@ def test_a_grammar_that_is_used_again_and_again_is_compiled_once(
         assert guide.ready and guide.error is None
         guide.close()
     assert compiled == ["a", "b", "c", "d", "b"]
+
+
+def test_quick_masks_are_made_together_and_are_those_that_are_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Tokenizer.from_path(str(make_checkpoint(tmp_path, "llama"))).to_json()
+    tokenizer = grammar.guide_tokenizer(
+        data, 510, [0]
+    )  # masks of all tokens are a word shorter than those of the library
+    text = LLMatcher.grammar_from_regex("(yes|no), because [a-z ]+")
+    asked: Any = SimpleNamespace(grammar=Grammar(text))
+    monkeypatch.setattr(grammar, "QUICK_SECONDS", LONG)
+    guides = grammar.Guides(lambda: tokenizer)
+    several, alone = [guides(asked) for _ in range(5)], grammar.compile_grammar(tokenizer, text)
+    for guide in several:
+        guide.wait(LONG)
+    looks, made = guides._looks, 0
+    for token in tokenizer.tokenize_str("yes, because of it"):
+        looks._busy = True
+        for guide in several:
+            guide.advance([token])
+        looks._make_quick()
+        alone.consume_token(token)
+        for guide in several:
+            assert guide.error is None and guide.masks == [alone.compute_bitmask()[:64]]
+        made += all(guide.lone == 0 for guide in several)
+    assert made > 3, "nothing was made together"
+
+
+def test_who_fails_among_masks_that_are_made_together_fails_alone(library: Library, make_guide: Any) -> None:
+    """What all of them raise is nobody's fault, and a slow one is found by what it takes alone."""
+    made: list[int] = []
+
+    def together(matchers: Any, size: int) -> list[bytes]:
+        made.append(len(matchers))
+        if len(made) == 1:
+            raise Panic
+        return [matcher.compute_bitmask() for matcher in matchers]
+
+    looks: Any = grammar._Looks(together)
+    guides = [make_guide(looks=looks) for _ in range(3)]
+    assert all(guide.lone == 0 for guide in guides)
+    for expected in ([3], [3, 3]):
+        looks._busy = True
+        for guide in guides:
+            guide.advance([5])
+        looks._make_quick()
+        for guide in guides:
+            guide.wait(LONG)
+            assert guide.error is None and len(guide.masks) == 1
+        assert made == expected
+    looks._busy = True
+    guides[0].advance([ODD])
+    for guide in guides[1:]:
+        guide.advance([6])
+    looks._make_quick()
+    assert [guide.error is None for guide in guides] == [False, True, True] and made[-1] == 2
+
+
+def test_a_mask_that_took_long_is_made_alone_for_a_while(make_guide: Any) -> None:
+    guide = make_guide()
+    guide.took(1.0)
+    for left in range(grammar.LONE_MASKS, 0, -1):
+        assert guide.lone == left
+        guide.took(0.0)
+    assert guide.lone == 0

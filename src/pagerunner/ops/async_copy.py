@@ -50,7 +50,12 @@ def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: to
 
 def bits_to_device(masks: list[bytes], device: torch.device) -> torch.Tensor:
     """Bitmasks of equal length (a multiple of 4) as int32 [N, W] on `device`, without waiting."""
-    return _moved(torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.int32).view(len(masks), -1), device)
+    size = len(masks[0])
+    on_host = torch.empty(len(masks), size // 4, dtype=torch.int32, pin_memory=device.type == "cuda")
+    there = memoryview(on_host.numpy()).cast("B")
+    for number, mask in enumerate(masks):
+        there[number * size : (number + 1) * size] = mask
+    return _moved(on_host, device)
 
 
 def _moved(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -268,7 +268,7 @@ class Sampler:
         errors: dict[int, str] = {}
         for first in range(0, len(odd), _ODD_ROWS_AT_ONCE):
             layout = self._layout(odd[first : first + _ODD_ROWS_AT_ONCE], rows, masks)
-            theirs = _by_place(masks, layout.row_numbers, rows.width)
+            theirs = _by_place(masks, layout.row_numbers, rows.width) if masks else {}
             (tokens_S, best_S), report = self._sample_odd(logits_SV, layout, rows, theirs, (tokens_S, best_S))
             reports += report
             layouts.append(layout)
