@@ -211,9 +211,9 @@ def test_numbers_of_tokens_with_kernels_of_their_own_are_met_with_adapters_too(
     run, adapters, met = runner._run_first, runner._builder.adapters, set()
     assert adapters is not None
 
-    def noting(rows: list[StepRow]) -> None:
+    def noting(rows: list[StepRow], *masks: Any) -> None:
         met.add((sum(row.num_tokens for row in rows), adapters.any([row.slot for row in rows])))
-        run(rows)
+        run(rows, *masks)
 
     monkeypatch.setattr(runner, "_run_first", noting)
     monkeypatch.setattr(runner, "_more_counts", lambda: ([2], [], [41], []))

@@ -111,9 +111,10 @@ def gather_logprobs(
     logprobs_LX = torch.empty(rows, 1 + num_top, dtype=torch.float32, device=device)
     if not rows:
         return words_LX, logprobs_LX
-    sizes = [rows * size for size in (runs, tiles, LISTED, CANDIDATES)]
+    # parts begin at multiples of 16 bytes, so that no number of rows has a kernel of its own
+    sizes = [blocks(rows * size, 4) * 4 for size in (runs, tiles, LISTED, CANDIDATES)]
     tops, larger, listed, ids = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    sizes = [rows * size for size in (tiles, tiles, CANDIDATES)]
+    sizes = [blocks(rows * size, 4) * 4 for size in (tiles, tiles, CANDIDATES)]
     most, total, values = torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes)
     given = logits_SV, chosen_L if rows_L is None else rows_L, chosen_L, tops, most, total, larger
     launch = {"GATHER": rows_L is not None, "RUN": RUN, **dependent(device)}
