@@ -87,8 +87,6 @@ def faults(disassembly: str) -> Iterator[str]:
         where, name, rest = match.groups()
         operands = [operand.strip() for operand in rest.split(",")]
         target = REGISTER.fullmatch(operands[0])
-        if name == "ELECT":  # writes its second operand, too
-            written |= reads_of(operands[1], operands)
         reads = set[int]().union(*(reads_of(operand, operands) for operand in operands[1 if target else 0 :]))
         if reads - written or misplaced(name, operands, zero):
             yield f"{where}: {name} {rest.strip()}"

@@ -16,7 +16,7 @@ from pagerunner import LoRARequest, SamplingParams
 from pagerunner.layers.moe import ExpertSizes
 from pagerunner.ops import lora
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.linear import Norm, linear, linear_add_, linear_parts, norm_linear, norm_linear_silu
+from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.lora import Adapters, Blocks, Fused, joins_product
 from pagerunner.ops.norm import rms_norm
 from pagerunner.ops.pair_sums import PairSums
@@ -150,7 +150,7 @@ def test_words_of_one_row_are_those_of_its_turn() -> None:
 def test_several_rows_have_their_adapters_in_their_own_product(
     tokens: int, inputs: int, outputs: list[int], flags: dict[str, bool], count: int
 ) -> None:
-    """`A x` beside the product, as rows of it, and behind it; bits of rows without an adapter; the same bits in each of 20 replays."""
+    """`A x` beside the product and behind it; bits of rows without an adapter; the same bits in each of 20 replays."""
     torch.manual_seed(tokens)
     size = 16 * (inputs + max(outputs))
     pool = (torch.randn(len(outputs) * count * size, device=DEVICE) * 0.05).bfloat16()
@@ -168,9 +168,6 @@ def test_several_rows_have_their_adapters_in_their_own_product(
     def made() -> torch.Tensor:
         adapters = Adapters.of_rows(own, start, start[:-1], count, blocks)
         out.copy_(old)
-        adapters.known = tokens == 64  # torch's launch ended behind the work list's
-        if "gated" in flags:
-            return adapters.gates(layer, rounded(x), weight, None)
         return adapters.product(layer, rounded(x), weight, None, out, **flags)
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -198,63 +195,28 @@ def test_several_rows_have_their_adapters_in_their_own_product(
         assert torch.equal(again, first)
 
 
-@pytest.mark.parametrize(("tokens", "count", "ranks"), [(64, 64, 1), (48, 5, 2), (20, 3, 1)])
-def test_products_in_parts_have_their_adapters(tokens: int, count: int, ranks: int) -> None:
-    """Queries, keys and values whose parts the next kernel adds up. `A x` comes from rows of the product for more than 32 tokens, if it is known which tokens have adapters."""
-    torch.manual_seed(tokens)
-    inputs, outputs = 4096, [4096, 1024, 1024]
-    size = 16 * (inputs + max(outputs))
-    pool = (torch.randn(3 * count * ranks * size + 16, device=DEVICE) * 0.05).bfloat16()
-    at = torch.randperm(3 * count * ranks, device=DEVICE).view(count, 3, ranks) * size + 16
-    places = torch.stack([at, at + 16 * inputs], 3)
-    places[1, 1], places[2, :, 1:] = -1, -1
-    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
-    weight = (torch.randn(sum(outputs), inputs, device=DEVICE) * 0.02).bfloat16()
-    own = torch.arange(tokens, device=DEVICE, dtype=torch.int32) % (count + 1) - 1
-    start, layer = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE), Fused.of(0, outputs, DEVICE)
-    adapters = Adapters.of_rows(own, start, start[:-1], count, Blocks(pool, places))
-    want, alone = linear(x, weight), linear_parts(x, weight)
-    adapters.add_(x, layer, want)
-    for known in (False, True, True):
-        adapters.known = known
-        parts = adapters.in_parts(layer, x, weight)
-        in_parts = known and tokens > 32
-        assert (parts.dim() == 3) == in_parts
-        made = parts.sum(0)[:tokens] if in_parts else parts.float()
-        torch.testing.assert_close(made, want.float(), rtol=2e-2, atol=3e-2)
-        if in_parts:
-            assert torch.equal(parts[:, :tokens][:, own < 0], alone[:, :tokens][:, own < 0])
-
-
-@pytest.mark.parametrize("way", ["beside", "gates", "rows"])
-def test_several_rows_have_bits_of_their_own(way: str) -> None:
-    """Whatever the others have, and whichever place among its adapter's tokens a row has. Some have the same adapter as it, all, or none. As rows of the product, `A x` of the first tiles has
-    programs without weights, and that of the 20th one hasn't.
-    """
+@pytest.mark.parametrize("gated", [False, True])
+def test_several_rows_have_bits_of_their_own(gated: bool) -> None:
+    """Whatever the others have, and whichever place among its adapter's tokens a row has. Some have the same adapter as it, all, or none."""
     torch.manual_seed(0)
-    tokens, inputs, outputs, count, slot = 64, 4096, [4096] * (1 + (way == "gates")), 24, 20
+    tokens, inputs, outputs, count = 64, 4096, [4096, 4096], 8
     size = 16 * 2 * inputs
-    pool = (torch.randn(len(outputs) * count * size, device=DEVICE) * 0.05).bfloat16()
-    at = torch.arange(len(outputs) * count, device=DEVICE).view(count, -1) * size
+    pool = (torch.randn(2 * count * size, device=DEVICE) * 0.05).bfloat16()
+    at = torch.arange(2 * count, device=DEVICE).view(count, 2) * size
     blocks, layer = (
-        Blocks(pool, torch.stack([at, at + 16 * inputs], 2).view(count, len(outputs), 1, 2)),
+        Blocks(pool, torch.stack([at, at + 16 * inputs], 2).view(count, 2, 1, 2)),
         Fused.of(0, outputs, DEVICE),
     )
     weight = (torch.randn(sum(outputs), inputs, device=DEVICE) * 0.02).bfloat16()
     start = torch.arange(tokens + 1, dtype=torch.int32, device=DEVICE)
     mine, found = torch.randn(inputs, device=DEVICE).bfloat16(), []
-    for others in (torch.full((tokens,), -1), torch.full((tokens,), slot), torch.arange(tokens) % count):
+    for others in (torch.full((tokens,), -1), torch.full((tokens,), 3), torch.arange(tokens) % count):
         x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
-        x[37], others[37] = mine, slot
+        x[37], others[37] = mine, 3
         own = others.int().to(DEVICE)
         adapters = Adapters.of_rows(own, start, start[:-1], count, blocks)
-        out = torch.zeros(tokens, sum(outputs), dtype=x.dtype, device=DEVICE)
-        adapters.known = way == "rows"  # torch's launch ended behind the work list's
-        if way == "gates":
-            out = adapters.gates(layer, x, weight, None)
-        else:
-            adapters.product(layer, x, weight, None, out, add=True)
-        found.append(out[37].clone())
+        out = x.new_empty(tokens, sum(outputs))
+        found.append(adapters.product(layer, x, weight, None, out, gated=gated)[37].clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

@@ -31,18 +31,7 @@ from helpers.compiled_experts import ROWS
 from helpers.compiling import gluon
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import (
-    causal_conv,
-    gdn,
-    linear,
-    lora,
-    lora_beside,
-    lora_dense,
-    lora_gluon,
-    mamba2,
-    moe_routing,
-    peer_sum,
-)
+from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, moe_routing, peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.codes import form_of
 from pagerunner.ops.kernels.launch import padded
@@ -55,7 +44,6 @@ from pagerunner.ops.kernels.linear_held import held_config
 from pagerunner.ops.kernels.linear_held_gluon import held_kernel
 from pagerunner.ops.kernels.linear_parts import halves
 from pagerunner.ops.kernels.linear_wide import WideConfig, scale_bytes, stages_of
-from pagerunner.ops.kernels.lora_dense_gluon import adapted_kernel
 from pagerunner.ops.kernels.paged_attention import (
     draft_tiles,
     few_draft_tiles,
@@ -425,59 +413,21 @@ def adapters(name: str, features: int) -> dict[str, Any]:
 
 def beside(name: str) -> dict[str, Any]:
     """The kernels of `ops/kernels/lora_gluon.py` as 64 rows of an 8B with an adapter each launch them."""
-    shrinks = name in ("shrink", "sums")
-    kernel = getattr(lora_gluon, ("shrink" if shrinks else "gates" if name == "gates" else "expand") + "_kernel")
-    words = {one: "*i32" for one in kernel.arg_names if one.endswith(("_WX", "_VX", "_W", "_N5"))}
-    types = {one: "*bf16" for one in kernel.arg_names if one.endswith(("_TI", "_TO", "_T2O"))} | words
+    kernel = getattr(lora_gluon, ("expand" if name == "expand" else "shrink") + "_kernel")
+    words = {one: "*i32" for one in kernel.arg_names if one.endswith(("_WX", "_W", "_N5"))}
+    types = {one: "*bf16" for one in kernel.arg_names if one.endswith(("_TI", "_TO"))} | words
     types |= {"places": "*i64", "pool": "*bf16", "inner": "*fp32"}
-    types |= {"sums": "*fp32", "bias_O": "*bf16"} if shrinks else {} if name == "gates" else {"sums_PTO": "*fp32"}
-    shrink = {
-        "PARTS": 3,
-        "K": lora_beside.LONG_PIECE,
-        "STEP": lora_beside.STEP,
-        "S": lora_beside.SHRINK_WARPS,
-        "EVEN": True,
-        "BT": 64,
-    }
-    expand = {"PIECES": 4, "EACH": lora_beside.EXPAND_TILES, "WARPS": lora_beside.EXPAND_WARPS, "ALIGN": 16}
+    if name != "expand":
+        types |= {"sums": "*fp32", "bias_O": "*bf16"}
+    shrink = {"PARTS": 3, "K": lora.LONG_PIECE, "STEP": lora.STEP, "S": lora.SHRINK_WARPS, "EVEN": True, "BT": 64}
     sizes = {
         "shrink": {**shrink, "SUMS": 0, "ADD": False, "BIAS": False},
         "sums": {**shrink, "SUMS": 4, "ADD": True, "BIAS": False},
-        "expand": {**expand, "PARTS": 3, "SUMS": 0},
-        "add": {**expand, "PARTS": 1, "SUMS": 4},
-        "gates": {"PIECES": 4, "UNITS": lora_beside.GATE_UNITS, "WARPS": lora_beside.EXPAND_WARPS},
+        "expand": {"PARTS": 3, "PIECES": 4, "UNITS": 8 // lora.EXPAND_WARPS, "WARPS": lora.EXPAND_WARPS, "ALIGN": 16},
     }[name]
-    aligned = [
-        *types,
-        *({"x_stride", "y_stride", "inputs", "num_outputs", "outputs", "apart", "sums_stride"} & set(kernel.arg_names)),
-    ]
-    warps, most = (
-        (lora_beside.SHRINK_WARPS, lora_beside.SHRINK_REGISTERS)
-        if shrinks
-        else (lora_beside.EXPAND_WARPS, lora_beside.EXPAND_REGISTERS)
-    )
-    options = {"num_warps": warps, "maxnreg": most, "launch_pdl": True}
-    return gluon(kernel, types, {"BLOCKS": 1, "PDL": True} | sizes, aligned, **options)
-
-
-def adapted_parts(groups: int, ranks: list[int]) -> dict[str, Any]:
-    """A product's sums and `A x` of `ops/kernels/lora_dense.py`, of 4096 inputs in four parts."""
-    low, high, w_stages, x_stages = ranks
-    descriptors = {
-        "w_desc": ([64, 64], ROWS),
-        "x_desc": ([64, 64], ROWS),
-        "a_desc": ([1, 1, 16, 64], NVMMASharedLayout(128, 16, 4)),
-    }
-    types = {
-        name: f"tensordesc<bf16{box},{layout!r}>".replace(", ", ",") for name, (box, layout) in descriptors.items()
-    }
-    pointers = {"sums_PTO": "*fp32", "inner": "*fp32", "slots_W": "*i32", "positions_T": "*i32", "places": "*i64"}
-    constants = {
-        "PARTS": 4, "C": groups, "W_STAGES": w_stages, "X_STAGES": x_stages, "LOW": low, "HIGH": high, "BLOCKS": 1, "OWN": 3, "OUTPUTS": 6144,
-        "REGS": lora_dense.REGISTERS, "PDL": True,
-    }  # fmt: skip
-    options = {"num_warps": 4, "maxnreg": lora_dense.registers(groups), "launch_pdl": True}
-    return gluon(adapted_kernel, types | pointers, constants, [*pointers], **options)
+    aligned = [*types, *({"x_stride", "y_stride", "inputs", "num_outputs"} & set(kernel.arg_names))]
+    warps = lora.EXPAND_WARPS if name == "expand" else lora.SHRINK_WARPS
+    return gluon(kernel, types, {"BLOCKS": 1, "PDL": True} | sizes, aligned, num_warps=warps, launch_pdl=True)
 
 
 def adapted_row(inputs: int, outputs: list[int], gated: bool) -> dict[str, Any]:

@@ -104,8 +104,6 @@ class Room(Shared):
     """A buffer in shared memory whose panels may be taken together."""
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Panels | Room:
-        if dtype == self.dtype and self.dim() == 2 and shape[-1] <= 64:  # other numbers in the same room
-            return self.view(shape).as_subclass(Room)
         if len(shape) == self.dim() == 2:  # a tile by words of several elements
             return self.as_subclass(torch.Tensor).view(dtype).as_subclass(Room)
         return Panels(self.reshape(-1, shape[-2], 64), shape)
@@ -121,9 +119,9 @@ class Described:
     def _own(self, corner: list[Any]) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """What there is of a block, and where in the block."""
         ends = [max(0, min(b, s - int(c))) for b, s, c in zip(self.block, self.shape, corner, strict=True)]
-        first = sum(int(c) * stride for c, stride in zip(corner, self.strides, strict=True)) if all(ends) else 0
-        own = self.tensor.as_strided(ends, self.strides, self.tensor.storage_offset() + first)
-        return own, tuple(slice(0, end) for end in ends)
+        whole = self.tensor.as_strided(self.shape, self.strides)
+        own = tuple(slice(int(c), int(c) + end) for c, end in zip(corner, ends, strict=True))
+        return whole[own], tuple(slice(0, end) for end in ends)
 
     def read(self, corner: list[Any]) -> torch.Tensor:
         found = torch.zeros(self.block, dtype=self.tensor.dtype)
@@ -164,7 +162,7 @@ class Groups:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
-            constants.pop("num_warps"), constants.pop("maxnreg", None)
+            constants.pop("num_warps")
             At.tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
             given = [At(v.data_ptr(), v.dtype) if isinstance(v, torch.Tensor) else v for v in arguments]
             places = list(itertools.product(*map(range, grid)))

@@ -200,7 +200,7 @@ def language(programs: list[int], grid: tuple[int, ...] = (), cluster: int = 1) 
     return SimpleNamespace(
         num_warps=lambda: 8, num_ctas=lambda: cluster, num_programs=lambda axis: torch.tensor(grid[axis]), zeros_like=torch.zeros_like, DotOperandLayout=nothing, split=lambda x: (x[..., 0], x[..., 1]),
         program_id=lambda axis: torch.tensor(programs[axis]), arange=lambda first, end, layout: torch.arange(first, end), static_range=range,
-        load=lambda at, mask=True, other=float("nan"), volatile=False: at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
+        load=lambda at, mask=True, other=float("nan"): at.load(mask, other), store=lambda at, values, mask=True: at.store(values, mask), where=where,
         maximum=lambda a, b: torch.maximum(number(a), number(b)), minimum=lambda a, b: torch.minimum(number(a), number(b)),
         cdiv=lambda a, b: (a + b - 1) // b, full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), exp2=torch.exp2, log2=torch.log2, sum=torch.sum,

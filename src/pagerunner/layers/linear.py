@@ -135,14 +135,6 @@ class Linear(Module):
         """Apply the layer to `norm(x)`, or `x`: [T, O]; or float32 sums [P, T, O], maybe of more tokens, which add up to it in their order."""
         if adapters is None and not self.has_bias and type(self.method) is Unquantized:
             return linear_parts(x_TI, self.weights["weight"], None if norm is None else norm.parameters)
-        if (
-            adapters is not None
-            and self.adapted is not None
-            and not self.has_bias
-            and x_TI.shape[0] > 1
-            and self._joins(x_TI)
-        ):
-            return adapters.in_parts(self.adapted, x_TI if norm is None else norm(x_TI), self.weights["weight"])
         return self(x_TI, adapters) if norm is None else self.of_norm(x_TI, norm, adapters)
 
     def of_sum(
@@ -191,19 +183,16 @@ class Linear(Module):
     ) -> torch.Tensor:
         """The output for `x`, or for `norm(x)`, of a product that `_joins`, or what `gated` makes of it; added to `residual`, if there is one."""
         assert self.adapted is not None
-        tokens, weight_OI, bias_O = x_TI.shape[0], self.weights["weight"], self.weights.get("bias")
+        tokens = x_TI.shape[0]
+        width = self.out_features // (2 if gated and tokens == 1 else 1)
+        out_TO = x_TI.new_empty(tokens, width) if residual_TO is None else residual_TO
+        flags = {"gated": gated, "add": residual_TO is not None}
+        weight_OI, bias_O = self.weights["weight"], self.weights.get("bias")
         if tokens > 1:
             x_TI = x_TI if norm is None else norm(x_TI)
-            if gated:
-                return adapters.gates(self.adapted, x_TI, weight_OI, bias_O)
-        width = self.out_features // 2 if gated else self.out_features
-        out_TO = x_TI.new_empty(tokens, width) if residual_TO is None else residual_TO
-        if tokens > 1:
-            return adapters.product(self.adapted, x_TI, weight_OI, bias_O, out_TO, add=residual_TO is not None)
+            return adapters.product(self.adapted, x_TI, weight_OI, bias_O, out_TO, **flags)
         own = None if norm is None else norm.parameters
-        return adapters.row(
-            self.adapted, x_TI, weight_OI, bias_O, out_TO, own, gated=gated, add=residual_TO is not None
-        )
+        return adapters.row(self.adapted, x_TI, weight_OI, bias_O, out_TO, own, **flags)
 
     @property
     def dense_OI(self) -> torch.Tensor:

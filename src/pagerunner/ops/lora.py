@@ -8,9 +8,9 @@ graphs.
 A step's tokens are ordered by adapter, in tiles of 16, or of 8 in small steps (`work_list`), once for all layers. Example: rows with 1, 20 and 1 tokens have
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
-Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Up to 64 tokens with a matrix in floats have kernels of their own
-(`kernels/lora_beside.py`): `A x` runs beside the product, or comes from further rows of it, and the product's own sums are B's launch's. For one token and a matrix in
-floats there is no launch more (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
+Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Up to 64 tokens with a matrix in floats have the
+first beside the product (`with_shrink_`), and kernels of their own for both (`kernels/lora_gluon.py`). For one token and a matrix in
+floats there is none (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
 of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and other kernels add up otherwise. So `batch_invariant` refuses adapters.
 
 Shape letters: T tokens, R rows, W tiles, I input features, O output features, N tiles of outputs, S slots of adapters, P products, B blocks.
@@ -51,15 +51,12 @@ COPIES = 32
 class WorkList(NamedTuple):
     """Which tokens meet in a tile, -1 where it has fewer, and the slot of their adapter, -1 for a tile without tokens.
 
-    `places` [P, B, 2], in steps of one token: where its adapter's blocks lie. So no program looks up a slot before it knows where. `others_VX` [V, 16], in steps of 2 to
-    `SMALL_STEP` tokens: those without an adapter, each at its place among eights of all, -1 for the rest; and `positions_T`, where each token stands in `tokens_WX`, -1 for these.
+    `places` [P, B, 2], in steps of one token: where its adapter's blocks lie. So no program looks up a slot before it knows where.
     """
 
     tokens_WX: torch.Tensor  # [W, 16] int32
     slots_W: torch.Tensor  # int32
     places: torch.Tensor | None = None
-    others_VX: torch.Tensor | None = None
-    positions_T: torch.Tensor | None = None
 
 
 class Blocks(NamedTuple):
@@ -109,9 +106,9 @@ def joins_row(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def joins_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether `adapted_product_` has `A x` beside the product of several tokens with a matrix in floats."""
+    """Whether `with_shrink_` has `A x` beside the product of several tokens with a matrix in floats."""
     several = x_TI.is_cuda and x_TI.shape[0] > 1 and has_triton()
-    return several and bool(adapted_product_.kernels_for(x_TI.shape[0], x_TI, weight_OI))
+    return several and bool(with_shrink_.kernels_for(x_TI.shape[0], x_TI, weight_OI))
 
 
 class FusedExperts(NamedTuple):
@@ -160,13 +157,6 @@ def work_list(
             if len(some):
                 tokens_WX[tile, : len(some)], slots_W[tile] = some, slot
                 tile += 1
-    if 1 < tokens <= SMALL_STEP:
-        each = torch.arange(-(-tokens // most) * most, dtype=torch.int32)
-        free = (each < tokens) & ~torch.isin(each, tokens_WX)
-        others_VX = F.pad(each.where(free, -1).view(-1, most), (0, TILE - most), value=-1)
-        positions_T, there = torch.full((tokens,), -1, dtype=torch.int32), tokens_WX >= 0
-        positions_T[tokens_WX[there].long()] = there.flatten().nonzero().flatten().int()
-        return WorkList(tokens_WX, slots_W, None, others_VX, positions_T)
     if places is None or tokens != 1:
         return WorkList(tokens_WX, slots_W)
     slot = int(slots_W[0])
@@ -243,10 +233,12 @@ def expand_(
     blocks: Blocks,
     layer: Fused,
     norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> None:
     """Add `B` of what `shrink` of this norm has left to the layer's output in place. Tokens without an adapter aren't touched.
 
-    Nothing may be launched between the two: the output is read before `shrink` has ended.
+    Nothing may be launched between the two: the output is read before `shrink` has ended. `beside`: it is `with_shrink_` that has left it.
     """
     products = [row for row in layer.tiles_N5.tolist() if row[1] == 0]
     for tile, (slot, tokens) in enumerate(zip(work.slots_W.tolist(), work.tokens_WX.long(), strict=True)):
@@ -284,35 +276,15 @@ def expand_silu(
     return silu_and_mul(y_T2O)
 
 
-@gpu_kernel("lora_beside")
-def adapted_product_(
+@gpu_kernel("linear")
+def with_shrink_(
     out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks,
-    layer: Fused, *, add: bool = False, known: bool = True,
-) -> None:  # fmt: skip
-    """Write the layer's own product and what adapters add into `out`, or add them. `A x` is computed beside the product, or as further rows of it. `known`: as in `shrink`."""
-    y_TO = F.linear(x_TI, weight_OI, bias_O)
-    expand_.twin(y_TO, shrink.twin(x_TI, work, adapters, layer), work, adapters, layer)
-    out_TO.copy_(out_TO + y_TO if add else y_TO)
-
-
-@gpu_kernel("lora_beside")
-def adapted_gates(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks, layer: Fused
+    layer: Fused, *, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`silu(gate) * up`, [T, O / 2], of the layer's own product and what adapters add, whose outputs are gates and then ups."""
-    y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
-    adapted_product_.twin(y_TO, x_TI, weight_OI, bias_O, work, adapters, layer)
-    return silu_and_mul(y_TO)
-
-
-@gpu_kernel("lora_beside")
-def adapted_parts(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, work: WorkList, adapters: Blocks, layer: Fused, *, known: bool = True
-) -> torch.Tensor:
-    """As `linear_parts`, with what adapters add in the first part. `known`: as in `shrink`."""
-    y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
-    adapted_product_.twin(y_TO, x_TI, weight_OI, None, work, adapters, layer)
-    return y_TO
+    """Write the layer's own product into `out`, or add it, and return what `shrink` says of `x`, which is computed meanwhile."""
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    out_TO.copy_(out_TO + y_TO if add else y_TO)
+    return shrink.twin(x_TI, work, adapters, layer)
 
 
 @gpu_kernel("linear")
@@ -439,24 +411,13 @@ class Adapters:
         return out_TO
 
     def product(
-        self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *, add: bool = False
+        self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor, *,
+        gated: bool = False, add: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """The layer's own product and what adapters add, into `out` or added to it. See `adapted_product_`."""
-        known, self.known = self.known, True
-        adapted_product_(out_TO, x_TI, weight_OI, bias_O, self.work, self.blocks, layer, add=add, known=known)
-        return out_TO
-
-    def gates(
-        self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`adapted_gates` of the layer's product."""
-        self.known = True
-        return adapted_gates(x_TI, weight_OI, bias_O, self.work, self.blocks, layer)
-
-    def in_parts(self, layer: Fused, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        """`adapted_parts` of the layer's product."""
-        known, self.known = self.known, True
-        return adapted_parts(x_TI, weight_OI, self.work, self.blocks, layer, known=known)
+        """The layer's own product and what adapters add, into `out` or added to it. `gated`: `out` is for gates and ups, and the result is another tensor. See `with_shrink_`."""
+        own, self.known = (self.work, self.blocks, layer), True
+        expand_(out_TO, with_shrink_(out_TO, x_TI, weight_OI, bias_O, *own, add=add), *own, beside=True)
+        return silu_and_mul(out_TO) if gated else out_TO
 
     def gated(self, x_TI: torch.Tensor, layer: Fused, y_T2O: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """`silu(gate) * up` behind `add_` to a layer's gate and up, [T, O]. `y` is undefined afterwards."""

@@ -16,8 +16,7 @@ import pytest
 from helpers.effort import share_of_the_day
 from pagerunner.attention.paged_sparse import SHARED_MEMORY
 from pagerunner.ops.kernels.linear_wide import SIZES
-from pagerunner.ops.kernels.lora import expand_warps
-from pagerunner.ops.kernels.lora_beside import EXPAND_TILES, SHRINK_WARPS
+from pagerunner.ops.kernels.lora import EXPAND_WARPS, SHRINK_WARPS, expand_warps
 from pagerunner.ops.kernels.vectors_attention import CLUSTER
 
 ROOT = Path(__file__).parents[3]
@@ -33,12 +32,7 @@ ADAPTERS = [
     ("adapters", "expand", 128),
     ("adapters", "expand", 512),
 ]
-BESIDE = [("beside", "shrink"), ("beside", "expand"), ("beside", "add"), ("beside", "gates")]
-ADAPTED_PARTS = [
-    ("adapted_parts", 2, (2, 0, 7, 6)),
-    ("adapted_parts", 3, (4, 2, 4, 4)),
-    ("adapted_parts", 1, (4, 1, 8, 4)),
-]
+BESIDE = [("beside", "shrink"), ("beside", "expand")]
 SUMS = ("beside", "sums")
 FIXED = [("fixed", 4, 128, *flags) for flags in ((2048, False, False), (8, False, True), (0, False, False))]
 FIXED += [("fixed", 2, 64, 0, True, False)]
@@ -244,7 +238,6 @@ CASES = [
     *BESIDE,
     SUMS,
     *ADAPTED_ROWS,
-    *ADAPTED_PARTS,
     *VECTORS,
     *SCORED,
     *ALONE,
@@ -428,8 +421,7 @@ def test_adapters_beside_a_product_go_straight_to_matrix_units(case, compiled):
     )
     assert not any(".b16" in step for step in steps) and steps[0] == "griddepcontrol.launch_dependents"
     before = steps[: steps.index("griddepcontrol.wait")]
-    loads = {"shrink": 96 // SHRINK_WARPS, "expand": 4 * EXPAND_TILES, "add": 4 * EXPAND_TILES, "gates": 16}
-    assert before.count("ld.global.v4.b32") == loads[case[1]]
+    assert before.count("ld.global.v4.b32") == (96 // SHRINK_WARPS if shrinks else 32 // EXPAND_WARPS)
     assert steps[-1] == "griddepcontrol.wait" or not shrinks, "it may run before the product has ended"
 
 

@@ -8,7 +8,8 @@ import torch
 from helpers import gluon_programs
 from pagerunner.ops import lora as ops
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_dense, lora_beside
+from pagerunner.ops.kernels import linear_dense, lora
+from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.lora import Adapters, Blocks, Fused
 
 
@@ -18,20 +19,12 @@ def launched(monkeypatch):
     pytest.importorskip("triton.experimental.gluon")
     from pagerunner.ops.kernels import lora_gluon
 
-    def gated(gate, up, dtype):
-        return torch.nn.functional.silu(gate.to(dtype).float()).to(dtype).float() * up.to(dtype).float()
-
     class Kernels:
         def __getattr__(self, name):
-            known = {
-                "mma_v2": gluon_programs.multiply,
-                "silu_gate": gated,
-                "_ranks_layout": int,
-                "_outputs_layout": int,
-            }
+            known = {"mma_v2": gluon_programs.multiply, "_ranks_layout": int, "_outputs_layout": int}
             return gluon_programs.Launched(lora_gluon, name, **known)
 
-    monkeypatch.setattr(lora_beside, "_gluon", Kernels)
+    monkeypatch.setattr(lora, "_gluon", Kernels)
 
 
 @pytest.mark.parametrize("rows", [True, False])
@@ -41,7 +34,7 @@ def test_products_beside_which_a_x_is_computed(launched, tokens, inputs, outputs
     more than 8 tokens and of fewer, small ones and large ones; inputs and outputs that fill no piece.
     """
     torch.manual_seed(tokens)
-    monkeypatch.setattr(lora_beside, "FEW_TILES", 0 if tokens > 16 else 16)
+    monkeypatch.setattr(lora, "FEW_TILES", 0 if tokens > 16 else 16)
     slots, most, features = 4, 3, sum(outputs)
     size = 16 * (inputs + max(outputs))
     pool = (torch.randn(slots * len(outputs) * most * size) * 0.05).bfloat16()
@@ -60,63 +53,19 @@ def test_products_beside_which_a_x_is_computed(launched, tokens, inputs, outputs
     adapters, layer = Adapters(own, start[:-1] if rows else None, slots, blocks, work), Fused.of(0, outputs)
 
     def made(gated: bool) -> torch.Tensor:
-        if gated:
-            return adapters.gates(layer, x, weight, bias)
-        return adapters.product(layer, x, weight, bias, old.clone(), add=True)
+        return adapters.product(layer, x, weight, bias, old.clone(), gated=gated, add=not gated)
 
     want = [made(False), made(True)]
     config = linear_dense.config_of(tokens, 1, 5)  # the product's sums have up to five parts
 
-    def run_dense(product, beside):
-        beside(linear_dense.sums_twin(x, weight, config), config)
-        return product.out_TO
+    def beside(out, x, weight, bias, work, blocks, layer, *, add=False):
+        product = Product(x, weight, bias, out, add=add)
+        return lora.shrink_beside(product, work, blocks, layer, linear_dense.sums_twin(x, weight, config), config)
 
-    monkeypatch.setattr(linear_dense, "run_dense", run_dense)
-    monkeypatch.setattr(ops, "adapted_product_", lora_beside.adapted_product_)
-    monkeypatch.setattr(ops, "adapted_gates", lora_beside.adapted_gates)
+    monkeypatch.setattr(ops, "with_shrink_", beside)
+    monkeypatch.setattr(ops, "expand_", lora.expand_)
     parts_POT = linear_dense.sums_twin(x, weight, config).nan_to_num(0)
     base = (sum(parts_POT[:, :features, :tokens]).T + bias.float()).bfloat16()
     for got, right, alone in zip([made(False), made(True)], want, (old + base, silu_and_mul(base)), strict=True):
         torch.testing.assert_close(got, right, atol=3e-2, rtol=2e-2)
         assert torch.equal(got[own < 0], alone[own < 0]) and not torch.equal(got, alone)
-
-
-@pytest.mark.parametrize(("tokens", "outputs"), [(5, [136]), (40, [200]), (23, [136, 64])])
-def test_products_whose_sums_are_added_with_what_adapters_add(launched, tokens, outputs, monkeypatch):
-    """One product's outputs are added to a residual, and several products' stay in parts, the first of which has it all. As above, and a slot without an adapter among others."""
-    torch.manual_seed(tokens)
-    monkeypatch.setattr(lora_beside, "FEW_TILES", 0 if tokens > 16 else 16)
-    inputs, slots, most, features = 1024, 4, 2, sum(outputs)
-    size = 16 * (inputs + max(outputs))
-    pool = (torch.randn(slots * len(outputs) * most * size) * 0.05).bfloat16()
-    at = torch.arange(slots * len(outputs) * most).view(slots, len(outputs), most) * size
-    places = torch.stack([at, at + 16 * inputs], 3)
-    places[0, :, 1], places[3, 0], places[2] = -1, -1, -1
-    own = torch.tensor([-1, 0, 1, 3])[torch.randint(0, 4, (tokens,))].int()
-    own[: tokens // 2] = 1
-    start = torch.arange(tokens + 1, dtype=torch.int32)
-    x, weight = torch.randn(tokens, inputs).bfloat16(), (0.05 * torch.randn(features, inputs)).bfloat16()
-    work, old = ops.work_list.twin(own, start, tokens, slots), torch.randn(tokens, features).bfloat16()
-    adapters, layer = Adapters(own, None, slots, Blocks(pool, places), work), Fused.of(0, outputs)
-    config = linear_dense.config_of(tokens, 1, 4)
-    sums_PTO = linear_dense.sums_twin(x, weight, config)[:, :features].transpose(1, 2).contiguous()
-    base = sums_PTO.sum(0)[:tokens].bfloat16()
-
-    def made() -> torch.Tensor:
-        adapters.known = True
-        if len(outputs) == 1:
-            return adapters.product(layer, x, weight, None, old.clone(), add=True) - old
-        got = adapters.in_parts(layer, x, weight)
-        return got if got.dim() == 2 else got.sum(0)[:tokens].bfloat16()
-
-    def run_adapted(x, weight, work, blocks, layer, *, own=False):
-        return sums_PTO, ops.shrink.twin(x, work, blocks, layer)
-
-    monkeypatch.setattr(lora_beside, "run_adapted", run_adapted)
-    want = made()
-    monkeypatch.setattr(ops, "adapted_product_", lora_beside.adapted_product_)
-    monkeypatch.setattr(ops, "adapted_parts", lora_beside.adapted_parts)
-    got = made()
-    torch.testing.assert_close(got, want, atol=5e-2, rtol=2e-2)
-    alone = (old + base) - old if len(outputs) == 1 else base
-    assert torch.equal(got[own < 0], alone[own < 0]) and not torch.equal(got, alone)

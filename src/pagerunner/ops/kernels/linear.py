@@ -31,10 +31,11 @@ from pagerunner.ops.kernels.lora import (
     row_ranks,
     row_sum,
     row_words,
+    shrink_beside,
     token_inner,
 )
 from pagerunner.ops.linear import Norm, joins_few
-from pagerunner.ops.lora import COPIES, Blocks, Fused, WorkList
+from pagerunner.ops.lora import COPIES, SMALL_STEP, Blocks, Fused, WorkList
 from pagerunner.ops.stored import Stored
 
 
@@ -366,6 +367,27 @@ def adapted_row_(
         WIDE=wide_ranks(config, per_product), COPIES=COPIES, **first, num_warps=config.warps,
         maxnreg=most_registers(inputs, config, gated), **dependent(x_TI.device),
     )  # fmt: skip
+
+
+def with_shrink__kernels(tokens: int, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> Hashable:
+    """See `Op.kernels_for`: the product's configuration, None if its kernel doesn't let another run beside it."""
+    fits = linear_dense.fits(x_TI, weight_OI) and not linear_held.fits(x_TI, weight_OI, False)
+    if tokens > SMALL_STEP or not fits:
+        return None
+    return linear_dense.kernels_of(tokens, x_TI.dtype, weight_OI, x_TI.device)
+
+
+def with_shrink_(
+    out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks,
+    layer: Fused, *, add: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """See `ops/lora.py`."""
+    inner: list[torch.Tensor] = []
+    product = Product(x_TI, weight_OI, bias_O, out_TO, add=add)
+    linear_dense.run_dense(
+        product, beside=lambda sums, config: inner.append(shrink_beside(product, work, adapters, layer, sums, config))
+    )
+    return inner[0]
 
 
 def run_few(product: Product, config: FewConfig | None = None) -> torch.Tensor:

@@ -333,27 +333,20 @@ def run_dense(
     return out_TO
 
 
-def parts_config(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, own: bool = False) -> DenseConfig | None:
-    """How a product is divided into parts of whole tiles that are equally many everywhere; None if this kernel doesn't compute it, or not so. `own`: or if `run_dense` divides it otherwise."""
+def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """The sums of `linear(x)` one part after another, token by token, [P, T, O] float32, which whoever reads them adds up in their order. T are the tile's.
+
+    None if this kernel doesn't compute the product, or not in parts of whole tiles that are equally many everywhere.
+    """
     if not fits(x_TI, weight_OI):
         return None
     (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
     programs, total = multiprocessors(x_TI.device), blocks(inputs, STEP)
     config: DenseConfig | None = dense_config(tokens, outputs, inputs, programs)
     if config.steps < total and (total % config.steps or outputs % config.rows):
-        config = None if own else _even_config(config.tokens, outputs, inputs, programs)
-    return None if config is None or config.steps >= total else config
-
-
-def run_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """The sums of `linear(x)` one part after another, token by token, [P, T, O] float32, which whoever reads them adds up in their order. T are the tile's.
-
-    None where there is no `parts_config`.
-    """
-    config = parts_config(x_TI, weight_OI)
-    if config is None:
+        config = _even_config(config.tokens, outputs, inputs, programs)
+    if config is None or config.steps >= total:
         return None
-    tokens, outputs, total = x_TI.shape[0], weight_OI.shape[0], blocks(x_TI.shape[1], STEP)
     sums_PTO = torch.empty(total // config.steps, config.tokens, outputs, dtype=torch.float32, device=x_TI.device)
     gluon, (registers, average) = _gluon(), config.registers
     described, steps = gluon.TensorDescriptor.from_tensor, outputs // config.rows * total

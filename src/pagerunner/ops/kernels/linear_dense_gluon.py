@@ -54,13 +54,13 @@ def _copy_inputs(x_desc, x_smem, x_full, slot, column, BT: gl.constexpr):
 
 
 @gluon.jit
-def stages(C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, KINDS: gl.constexpr = 1):
-    """The barriers of all stages: weights of so many kinds are there, inputs are there, and all C groups have multiplied a step."""
+def stages(C: gl.constexpr, W_STAGES: gl.constexpr, X_STAGES: gl.constexpr):
+    """The barriers of all stages: weights are there, inputs are there, and all C groups have multiplied a step."""
     w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(W_STAGES):  # one loop, as all threads meet between barriers of the same array
-        mbarrier.init(w_full.index(i), count=KINDS)
+        mbarrier.init(w_full.index(i), count=1)
         if i < X_STAGES:
             mbarrier.init(x_full.index(i), count=1)
             mbarrier.init(done.index(i), count=C)

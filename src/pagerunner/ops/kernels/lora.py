@@ -1,5 +1,5 @@
 """Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer; the second has the gate behind gate and up inside.
-Those beside a product of up to 64 tokens are in `kernels/lora_beside.py`, and `A x` of prompts in `kernels/lora_many.py`.
+Those beside a product of up to 64 tokens are in `kernels/lora_gluon.py`, and `A x` of prompts in `kernels/lora_many.py`.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.
@@ -11,6 +11,10 @@ so they hold up nobody. Example: 256 tokens may need 76 tiles with 64 adapters, 
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +23,9 @@ from pagerunner.ops.kernels import lora_many
 from pagerunner.ops.kernels.activation import WORDS
 from pagerunner.ops.kernels.launch import blocks as blocks_of
 from pagerunner.ops.kernels.launch import dependent, start_next, start_next_and_wait, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, silu_gate
+from pagerunner.ops.kernels.linear_dense import STEP as STEP_COLUMNS
+from pagerunner.ops.kernels.linear_dense import DenseConfig
+from pagerunner.ops.kernels.linear_parts import NO_NORM, Product, norm_kind, norm_weight, silu_gate
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.lora import (
     FEW_TILES,
@@ -43,14 +49,18 @@ MOST_PAIRS = 1024
 WARPS = 4  # of a program of `_shrink`, each with its share of a piece
 SHARE = tl.constexpr(32)
 """Features of a warp that are multiplied at once."""
+SHRINK_WARPS, STEP, LONG_PIECE = 2, 128, 1024
+"""Warps of a program of `A x` beside a product, features of each that are multiplied at once, and the program's. Few programs have room beside a product, and each first asks where its block lies."""
+EXPAND_WARPS = 2
+"""Warps of a program of B behind it. A warp has 256 outputs, so it asks for 8 KB at once."""
 
 
-@triton.jit(do_not_specialize=["rows", "most", "size", "count", "num_tokens"])
+@triton.jit(do_not_specialize=["rows", "most", "size"])
 def _work_list(
-    adapters_R, query_start_R1, tokens_WX, slots_W, positions_T, places, own_places, rows, most, size, count, num_tokens,
+    adapters_R, query_start_R1, tokens_WX, slots_W, places, own_places, rows, most, size,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile, and EACH of the `size` places of the only tile's adapter; behind `count` tiles, tokens without an adapter."""
+    """A tile, and EACH of the `size` places of the only tile's adapter."""
     start_next_and_wait(PDL)
     w = tl.program_id(0)
     r = tl.arange(0, ROWS)
@@ -70,12 +80,7 @@ def _work_list(
     inside = inside & (place[:, None] < ends[None, :])
     token = tl.sum(tl.where(inside, (first - ends + mine)[None, :] + place[:, None], 0), 1)
     found = tl.sum(inside.to(tl.int32), 1) > 0
-    if w >= count:
-        token = (w - count) * most + i
-        has = (first[None, :] <= token[:, None]) & (token[:, None] < (first + lens)[None, :])
-        found = (tl.sum(has.to(tl.int32), 1) == 0) & (i < most) & (token < num_tokens)
     tl.store(tokens_WX + w * TILE + i, tl.where(found, token, -1))
-    tl.store(positions_T + token, tl.where(w < count, w * TILE + i, -1), found)
     tl.store(slots_W + w, tl.where(slot < SLOTS, slot, -1))
     p = tl.program_id(1) * EACH + tl.arange(0, EACH)
     place = tl.load(places + slot.to(tl.int64) * size + p, (p < size) & (slot < SLOTS), -1)
@@ -88,10 +93,8 @@ def work_list(
     """See ops/lora.py."""
     most = tile_tokens(tokens)
     count, rows = most_tiles(tokens, slots, most), len(adapters_R)
-    more = blocks_of(tokens, most) if 1 < tokens <= SMALL_STEP else 0
-    tokens_WX = torch.empty(count + more, TILE, dtype=torch.int32, device=adapters_R.device)
-    slots_W = torch.empty(count + more, dtype=torch.int32, device=adapters_R.device)
-    positions_T = torch.empty(tokens, dtype=torch.int32, device=adapters_R.device)  # aligned, as kernels differ by it
+    tokens_WX = torch.empty(count, TILE, dtype=torch.int32, device=adapters_R.device)
+    slots_W = torch.empty(count, dtype=torch.int32, device=adapters_R.device)
     own = None if places is None or tokens != 1 else torch.empty_like(places[0])
     if count:
         size = 0 if own is None else own.numel()
@@ -101,13 +104,11 @@ def work_list(
             "TILE": TILE,
             "EACH": 1024,
         }
-        _work_list[(count + more, max(1, blocks_of(size, 1024)))](
-            adapters_R, query_start_R1, tokens_WX, slots_W, positions_T, slots_W if own is None else places, slots_W if own is None else own,
-            rows, most, size, count, tokens, **sizes, **dependent(adapters_R.device), num_warps=8,
+        _work_list[(count, max(1, blocks_of(size, 1024)))](
+            adapters_R, query_start_R1, tokens_WX, slots_W, slots_W if own is None else places, slots_W if own is None else own,
+            rows, most, size, **sizes, **dependent(adapters_R.device), num_warps=8,
         )  # fmt: skip
-    if not more:
-        return WorkList(tokens_WX, slots_W, own)
-    return WorkList(tokens_WX[:count], slots_W[:count], own, tokens_WX[count:], positions_T)
+    return WorkList(tokens_WX, slots_W, own)
 
 
 @triton.jit
@@ -265,6 +266,33 @@ def _shrink(
                 acc = tl.dot(x, a, acc, input_precision="ieee")
             total += tl.sum(acc, 0)
     tl.store(to[None, :] + i[:, None] * TILE, total)
+
+
+@functools.cache
+def _gluon() -> Any:
+    """The module of the kernels beside a product. It isn't imported with Triton versions that may not have what it names."""
+    return importlib.import_module("pagerunner.ops.kernels.lora_gluon")
+
+
+def shrink_beside(
+    product: Product, work: WorkList, adapters: Blocks, layer: Fused, sums_POT: torch.Tensor | None, config: DenseConfig
+) -> torch.Tensor:
+    """`shrink` beside a product, which lets it start when all before have ended. Further programs add up the sums that the product leaves, and are ready when it ends."""
+    x_TI, _, bias_O, out_TO, _, _, add = product
+    (tokens, inputs), outputs, tiles = x_TI.shape, out_TO.shape[1], len(work.slots_W)
+    _, products, per_product, _ = adapters.places.shape
+    pieces, own = blocks_of(inputs, LONG_PIECE), layer.parts * per_product
+    inner = torch.empty(pieces, tiles, layer.parts, per_product, TILE, TILE, dtype=torch.float32, device=x_TI.device)
+    sums: torch.Tensor = inner if sums_POT is None else sums_POT
+    parts, features, size = (0, 0, SMALL_STEP) if sums_POT is None else sums_POT.shape
+    more = blocks_of(blocks_of(outputs, 512 // size), tiles * own) if parts else 0
+    _gluon().shrink_kernel[(tiles, own, pieces + more)](
+        x_TI, x_TI.stride(0), *work[:2], adapters.places, adapters.pool, inner, inputs, layer.first, products, pieces, sums,
+        x_TI if bias_O is None else bias_O, out_TO, out_TO.stride(0), tokens, outputs, features, config.rows, blocks_of(inputs, STEP_COLUMNS), config.steps,
+        BLOCKS=per_product, PARTS=layer.parts, K=LONG_PIECE, STEP=STEP, S=SHRINK_WARPS, EVEN=inputs % LONG_PIECE == 0, BT=size, SUMS=parts, ADD=add,
+        BIAS=bias_O is not None, **dependent(x_TI.device), num_warps=SHRINK_WARPS,
+    )  # fmt: skip
+    return inner
 
 
 def shrink(
@@ -516,12 +544,21 @@ def expand_(
     blocks: Blocks,
     layer: Fused,
     norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> None:
     """See ops/lora.py."""
     pieces, tiles, _, _, rows, _ = inner.shape
     _, products, per_product, _ = blocks.places.shape
     tiles_N5, outputs = (layer.tiles_N5, OUTPUTS) if tiles <= FEW_TILES else (layer.wide_N5, WIDE_OUTPUTS)
-    if tiles:
+    if beside:
+        warps = 2 if outputs == OUTPUTS else EXPAND_WARPS
+        units = outputs // (64 * warps)
+        _gluon().expand_kernel[(tiles, len(tiles_N5))](
+            y_TO, y_TO.stride(0), inner, *work[:2], blocks.places, blocks.pool, tiles_N5, layer.first, products, PIECES=pieces, BLOCKS=per_product,
+            PARTS=layer.parts, UNITS=units, WARPS=warps, ALIGN=TILE if layer.aligned else 1, **dependent(y_TO.device), num_warps=warps,
+        )  # fmt: skip
+    elif tiles:
         sizes = {"PIECES": pieces, "BLOCKS": per_product, "PARTS": layer.parts, "TILE": TILE, "OUTPUTS": outputs}
         _expand[(tiles, len(tiles_N5))](
             y_TO, y_TO.stride(0), inner, 0.0 if norm is None else norm.eps, *work[:2], blocks.places, blocks.pool, tiles_N5, layer.first,

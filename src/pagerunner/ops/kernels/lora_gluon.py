@@ -1,4 +1,4 @@
-"""The kernels of `kernels/lora_beside.py` beside a product of several tokens, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernels of `kernels/lora.py` beside a product of several tokens, in Gluon: Triton's language with layouts that the program chooses.
 
 Adapters go from memory into the registers from which matrix units take them, so no thread waits for another one's numbers. Ranks of A, or outputs of B, are rows of
 a matrix unit's result, and a tile's tokens, 8 at most, its columns. A column's sums are its own: one without a token computes the first one's again, and
@@ -7,8 +7,7 @@ nobody stores them.
 A thread loads 16 bytes: of A eight features of a rank, as in `kernels/linear_held_gluon.py`; of B eight outputs of each of four ranks. These are two rows each of
 four results, so a thread has eight neighbouring outputs of a token. Example: outputs 0 to 7 are rows 0 and 8 of a warp's four results.
 
-A thread stands still at the first number that it needs and that isn't there. So what says where numbers lie is asked for at once, and then all numbers. Loads of outputs and of `A x` are
-volatile for that alone: the machine's compiler would move them behind the products.
+A thread stands still at the first number that it needs and that isn't there. So what says where numbers lie is asked for at once, and then all numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import silu_gate
 
 
 @gluon.jit
@@ -38,7 +36,7 @@ def _step(at, cols, left, axis: gl.constexpr, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _shrink_program(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, tiles, w, own, piece, BLOCKS: gl.constexpr, PARTS: gl.constexpr,
+def _shrink_program(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, w, own, piece, BLOCKS: gl.constexpr, PARTS: gl.constexpr,
                     K: gl.constexpr, STEP: gl.constexpr, S: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """`A x` of a tile, a block of ranks and K input features, which S warps divide between them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
@@ -58,7 +56,7 @@ def _shrink_program(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inp
             a_at = pool + (place // 16 * 16 + piece * K) + (ranks * inputs)[None, :, None] + a_cols[:, None, :]
             x_cols = gl.expand_dims(gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, two))), 1) * (K // S)
             x_cols = x_cols + gl.expand_dims(gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, two))), 0)
-            to = inner + ((piece * tiles + w).to(gl.int64) * PARTS * BLOCKS + own) * 256
+            to = inner + ((piece * gl.num_programs(0) + w).to(gl.int64) * PARTS * BLOCKS + own) * 256
             to_rank = gl.arange(0, 16, gl.SliceLayout(1, outs))
             token = gl.where(token < 0, least, token)
             x_at = x_TI + piece * K + token.to(gl.int64)[None, None, :] * x_stride + x_cols[:, :, None]
@@ -117,12 +115,10 @@ def shrink_kernel(x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, input
                   BT: gl.constexpr, SUMS: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Programs of `A x`, and behind them those that add up the product's own sums, if it has left some. The product lets this kernel start when all before have ended."""
     start_next(PDL)
-    w, own, piece, tiles = gl.program_id(0), gl.program_id(1), gl.program_id(2), gl.num_programs(0)
-    if SUMS == 0:  # what tiles in use need comes first
-        w, own, piece, tiles = gl.program_id(2), gl.program_id(0), gl.program_id(1), gl.num_programs(2)
+    w, own, piece = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if piece < pieces:
         _shrink_program(
-            x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, tiles, w, own, piece, BLOCKS, PARTS, K, STEP, S, EVEN, PDL,
+            x_TI, x_stride, tokens_WX, slots_W, places, pool, inner, inputs, first, products, w, own, piece, BLOCKS, PARTS, K, STEP, S, EVEN, PDL,
         )  # fmt: skip
     if SUMS:
         number = ((piece - pieces) * gl.num_programs(1) + own) * gl.num_programs(0) + w
@@ -163,9 +159,9 @@ def _inner(inner, column, step, PIECES: gl.constexpr, dtype: gl.constexpr, WARPS
     """`A x` of a block's ranks and a tile's tokens, [16, 8]: the sum of the pieces in their order."""
     two: gl.constexpr = gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8]), 4)
     at = inner + column[None, :] * 16 + gl.arange(0, 16, gl.SliceLayout(1, two))[:, None]
-    h = gl.load(at, volatile=True)
+    h = gl.load(at)
     for piece in gl.static_range(1, PIECES):
-        h += gl.load(at + piece * step, volatile=True)
+        h += gl.load(at + piece * step)
     return h.to(dtype)
 
 
@@ -184,144 +180,51 @@ def _in_order(acc, WARPS: gl.constexpr):
     return gl.convert_layout(gl.reshape(acc, [8, 64 * WARPS]), _outputs_layout(WARPS))
 
 
-@gluon.jit
-def _units(pool, place, outputs, at, count, UNITS: gl.constexpr, WARPS: gl.constexpr):
-    """A block of B for the outputs from `at` on, in UNITS of 64 for each warp."""
-    b = ()
-    for unit in gl.static_range(UNITS):
-        b = b + (_ranks(pool, place, outputs, at + unit * (64 * WARPS), count - unit * (64 * WARPS), WARPS),)
-    return b
-
-
-@gluon.jit
-def _added(h, b, pool, own, place, inner, column, step, outputs, at, count, PIECES: gl.constexpr, BLOCKS: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """`B (A x)` of a tile's tokens, [8, outputs], in UNITS. `h`, `b` and `place` are the first block's, `own` is where it is said where it lies."""
-    sums, has = (), place >= 0  # the first block is there if any is
-    zeros = gl.zeros((64 * WARPS, 8), gl.float32, gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8]))
-    for _ in gl.static_range(UNITS):
-        sums = sums + (zeros,)
-    for block in gl.static_range(BLOCKS):
-        if block > 0:
-            place = gl.load(own + block * 2, mask=has, other=-1)
-            h = _inner(inner + block * 256, column, step, PIECES, pool.dtype.element_ty, WARPS)
-            b = _units(pool, place, outputs, at, count, UNITS, WARPS)
-        h = gl.where(place < 0, gl.zeros_like(h), h)  # what isn't there left anything
-        before, sums = sums, ()
-        for unit in gl.static_range(UNITS):
-            sums = sums + (_times(b[unit], h, before[unit], WARPS),)
-    before, sums = sums, ()
-    for unit in gl.static_range(UNITS):
-        sums = sums + (_in_order(before[unit], WARPS),)
-    return sums
-
-
-@gluon.jit
-def _add_tile(y_at, sums_at, apart, there, inner, column, step, pool, own, place, b, outputs, at, count, PIECES: gl.constexpr, BLOCKS: gl.constexpr, SUMS: gl.constexpr,
-              WARPS: gl.constexpr):  # fmt: skip
-    """Add `B (A x)` of a tile's tokens, and a product's SUMS parts."""
-    y, parts = gl.load(y_at, mask=there, other=0.0, volatile=True), ()
-    for part in gl.static_range(SUMS):
-        parts = parts + (gl.load(sums_at + part * apart, mask=there, other=0.0),)
-    h = _inner(inner, column, step, PIECES, pool.dtype.element_ty, WARPS)
-    added = _added(h, b, pool, own, place, inner, column, step, outputs, at, count, PIECES, BLOCKS, 1, WARPS)[0]
-    if SUMS > 0:
-        total = parts[0]
-        for part in gl.static_range(1, SUMS):
-            total += parts[part]
-        added = (total + added).to(y_at.dtype.element_ty).to(gl.float32)
-    gl.store(y_at, (y.to(gl.float32) + added).to(y_at.dtype.element_ty), mask=there)
-
-
-@gluon.jit(do_not_specialize=["first", "tiles", "groups", "more"])
-def expand_kernel(y_TO, y_stride, sums_PTO, apart, inner, tokens_WX, slots_W, others_VX, places, pool, tiles_N5, first, products, tiles, groups, more, sums_stride,
-                  PIECES: gl.constexpr, BLOCKS: gl.constexpr, PARTS: gl.constexpr, SUMS: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
-                  ALIGN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Add `B (A x)` of the tokens of up to EACH tiles to 64 outputs of a product for each warp, whose ranks are on their way before the turn. Of `groups` programs
-    each has every so manieth tile, so that few tiles in use are shared out among many. SUMS: add the sum of so many parts of the product, too; programs behind those have
-    `more` tiles of tokens without an adapter.
-    """
-    start_next(PDL)
-    w, tile = gl.program_id(0), tiles_N5 + gl.program_id(1) * 5
-    least, end, step, tokens = w, tiles, groups, tokens_WX
-    if SUMS > 0:
-        if w >= groups:
-            least, end, step, tokens = w - groups, more, gl.num_programs(0) - groups, others_VX
-    part, at, out = gl.load(tile), gl.load(tile + 1) // ALIGN * ALIGN, gl.load(tile + 2) // ALIGN * ALIGN
-    count, outputs = gl.load(tile + 3) // ALIGN * ALIGN, gl.load(tile + 4) // ALIGN * ALIGN
-    each = gl.arange(0, 8, gl.SliceLayout(1, _outputs_layout(WARPS)))
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    column = gl.arange(0, 8, gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 4)))
-    slots, given, columns, most = (), (), (), each * 0 - 1
-    for i in gl.static_range(EACH):
-        mine = least + i * step
-        slots = slots + (gl.load(slots_W + mine, mask=(mine < tiles) & (w < groups), other=-1),)
-        given = given + (gl.load(tokens + mine * 16 + each, mask=(mine < end) & (each < 8), other=-1),)
-        own = gl.load(tokens + mine * 16 + column, mask=(mine < end) & (column < 8), other=-1)
-        columns = columns + (gl.where(own < 0, 0, column),)
-        most = gl.maximum(most, given[i])
-    if (gl.max(most, 0) < 0) & (w > 0):  # as in `shrink_kernel`
-        return
-    o = gl.arange(0, 64 * WARPS, gl.SliceLayout(0, _outputs_layout(WARPS)))
-    owns, found, ranks = (), (), ()
-    for i in gl.static_range(EACH):
-        owns = owns + (_places(places, slots[i], first + part, products, BLOCKS) + 1,)
-        found = found + (gl.load(owns[i], mask=slots[i] >= 0, other=-1),)
-        ranks = ranks + (_units(pool, found[i], outputs, at, count, 1, WARPS),)
-    wait_turn(PDL)
-    for i in gl.static_range(EACH):
-        needed = found[i] >= 0
-        if SUMS > 0:
-            needed = gl.max(given[i], 0) >= 0
-        if needed:
-            row = given[i].to(gl.int64)[:, None]
-            there = (row >= 0) & (o < count)[None, :]
-            inner_at = inner + (gl.minimum(least + i * step, tiles - 1) * PARTS + part) * (BLOCKS * 256)
-            _add_tile(
-                y_TO + (row * y_stride + out + o[None, :]), sums_PTO + (row * sums_stride + out + o[None, :]), apart, there, inner_at, columns[i],
-                tiles * (PARTS * BLOCKS * 256), pool, owns[i], found[i], ranks[i], outputs, at, count, PIECES, BLOCKS, SUMS, WARPS,
-            )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["first", "tiles"])
-def gates_kernel(out_TO, y_T2O, y_stride, inner, tokens_WX, slots_W, others_VX, places, pool, outputs, first, products, tiles, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
-                 UNITS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """`silu(gate) * up` of a tile's tokens with what adapters add to both, as `expand_kernel` does. Programs behind those of tiles have tokens without an adapter."""
+@gluon.jit(do_not_specialize=["first"])
+def expand_kernel(y_TO, y_stride, inner, tokens_WX, slots_W, places, pool, tiles_N5, first, products, PIECES: gl.constexpr, BLOCKS: gl.constexpr,
+                  PARTS: gl.constexpr, UNITS: gl.constexpr, WARPS: gl.constexpr, ALIGN: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Add `B (A x)` of a tile's tokens to outputs of a product: UNITS of 64 for each warp, whose ranks are on their way before the turn."""
     start_next(PDL)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     SIZE: gl.constexpr = 64 * WARPS
-    w, at = gl.program_id(0), gl.program_id(1) * (UNITS * SIZE)
+    w, tile = gl.program_id(0), tiles_N5 + gl.program_id(1) * 5
     tokens = tokens_WX + w * 16
-    if w >= tiles:
-        tokens = others_VX + (w - tiles) * 16
-    slot = gl.load(slots_W + w, mask=w < tiles, other=-1)
+    slot = gl.load(slots_W + w)
+    part, at, out = gl.load(tile), gl.load(tile + 1) // ALIGN * ALIGN, gl.load(tile + 2) // ALIGN * ALIGN
+    count, outputs = gl.load(tile + 3) // ALIGN * ALIGN, gl.load(tile + 4) // ALIGN * ALIGN
     token = gl.load(tokens + gl.arange(0, 8, gl.SliceLayout(1, _outputs_layout(WARPS))))
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 4)))
     column = gl.where(gl.load(tokens + column) < 0, 0, column)
-    if (gl.max(token, 0) < 0) & (w > 0):  # as in `shrink_kernel`
+    if (slot < 0) & (w > 0):  # as in `shrink_kernel`
         return
-    own = _places(places, slot, first, products, BLOCKS) + 1
-    up_own = own + BLOCKS * 2
-    place, up_place = gl.load(own, mask=slot >= 0, other=-1), gl.load(up_own, mask=slot >= 0, other=-1)
-    left = outputs - at
-    b = _units(pool, place, outputs, at, left, UNITS, WARPS)
-    up_b = _units(pool, up_place, outputs, at, left, UNITS, WARPS)
+    own = _places(places, slot, first + part, products, BLOCKS) + 1
+    place = gl.load(own)
+    b = ()
+    for unit in gl.static_range(UNITS):
+        b = b + (_ranks(pool, place, outputs, at + unit * SIZE, count - unit * SIZE, WARPS),)
+    step = gl.num_programs(0) * (PARTS * BLOCKS * 256)
+    inner += (w * PARTS + part) * (BLOCKS * 256)
     o = gl.arange(0, SIZE, gl.SliceLayout(0, _outputs_layout(WARPS)))
-    row = token.to(gl.int64)[:, None]
-    dtype: gl.constexpr = y_T2O.dtype.element_ty
-    y_at, out_at = y_T2O + (row * y_stride + at + o[None, :]), out_TO + (row * outputs + at + o[None, :])
-    step, inner_at = tiles * (2 * BLOCKS * 256), inner + gl.minimum(w, tiles - 1) * (2 * BLOCKS * 256)
-    up_at = inner_at + BLOCKS * 256
     wait_turn(PDL)
-    gates, ups = (), ()
+    if (slot < 0) | (place < 0):
+        return
+    y_at = y_TO + out + token.to(gl.int64)[:, None] * y_stride + o[None, :]
+    y, sums = (), ()
     for unit in gl.static_range(UNITS):
-        there = (row >= 0) & (o < left - unit * SIZE)[None, :]
-        gates = gates + (gl.load(y_at + unit * SIZE, mask=there, other=0.0, volatile=True),)
-        ups = ups + (gl.load(y_at + outputs + unit * SIZE, mask=there, other=0.0, volatile=True),)
-    h = _inner(inner_at, column, step, PIECES, pool.dtype.element_ty, WARPS)
-    up_h = _inner(up_at, column, step, PIECES, pool.dtype.element_ty, WARPS)
-    more = _added(h, b, pool, own, place, inner_at, column, step, outputs, at, left, PIECES, BLOCKS, UNITS, WARPS)
-    up_more = _added(up_h, up_b, pool, up_own, up_place, up_at, column, step, outputs, at, left, PIECES, BLOCKS, UNITS, WARPS)  # fmt: skip
+        there = (token >= 0)[:, None] & (o < count - unit * SIZE)[None, :]
+        y = y + (gl.load(y_at + unit * SIZE, mask=there, other=0.0),)
+        sums = sums + (gl.zeros((SIZE, 8), gl.float32, mma),)
+    for block in gl.static_range(BLOCKS):
+        h = _inner(inner + block * 256, column, step, PIECES, pool.dtype.element_ty, WARPS)
+        if block > 0:
+            place = gl.load(own + block * 2)
+            h, b = gl.where(place < 0, gl.zeros_like(h), h), ()  # what isn't there left anything
+            for unit in gl.static_range(UNITS):
+                b = b + (_ranks(pool, place, outputs, at + unit * SIZE, count - unit * SIZE, WARPS),)
+        before, sums = sums, ()
+        for unit in gl.static_range(UNITS):
+            sums = sums + (_times(b[unit], h, before[unit], WARPS),)
     for unit in gl.static_range(UNITS):
-        there = (row >= 0) & (o < left - unit * SIZE)[None, :]
-        y = silu_gate(gates[unit].to(gl.float32) + more[unit], ups[unit].to(gl.float32) + up_more[unit], dtype)
-        gl.store(out_at + unit * SIZE, y.to(dtype), mask=there)
+        there = (token >= 0)[:, None] & (o < count - unit * SIZE)[None, :]
+        total = y[unit].to(gl.float32) + _in_order(sums[unit], WARPS)
+        gl.store(y_at + unit * SIZE, total.to(y_TO.dtype.element_ty), mask=there)
