@@ -138,6 +138,22 @@ def test_steps_with_a_past_find_their_kernels_compiled_beside_that_of_long_rows(
             assert launched <= met, (rows, launched - met)
 
 
+def test_any_number_of_rows_with_all_settings_finds_its_kernels_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, log-probabilities and filters; alone, and with a mask for a row, behind which the others' logits are not gathered."""
+    runner, _ = _runner(tmp_path, monkeypatch, "qwen3", longest=64, max_num_seqs=7)
+    with noted_launches() as launched:
+        runner.warm_up()
+        met = set(launched)
+        runner._init_slots()
+        for count in range(1, 8):
+            rows = [StepRow(slot, 9, 1, [], True) for slot in range(count)]
+            for masks in (None, {0: [runner._sampler.whole_mask]}):
+                runner._run_first(rows, masks)
+                assert launched <= met, (count, masks, launched - met)
+
+
 def test_many_long_rows_find_the_kernel_compiled_that_looks_for_pages_that_all_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

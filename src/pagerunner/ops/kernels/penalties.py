@@ -12,7 +12,10 @@ from pagerunner.ops.penalties import Penalties
 BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(
+    do_not_specialize=["vocab", "drafts_stride"],  # numbers and places that go by the number of rows
+    do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "places_ptr", "drafts_ptr"],
+)
 def _penalties_kernel(
     logits_ptr, rows_ptr, out_ptr, slots_ptr, factors_ptr, places_ptr, seen_ptr, drafts_ptr, vocab, row_stride, drafts_stride,
     GATHER: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
