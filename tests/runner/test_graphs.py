@@ -224,8 +224,8 @@ OF_LATENTS = 15_000_000_000 // (16 * (2 * 512 + 64))
     [
         ("Qwen--Qwen3-8B", 2, 192_937_984, 2048, (0, 60_000_000_000 // (32 * 256))),
         ("Qwen--Qwen3-8B-FP8", 2, 128_625_323, 3072, (0, 60_000_000_000 // (32 * 256))),  # rounded inputs: two thirds
-        ("openai--gpt-oss-20b", 2, 126_074_880, 2048, (0, 0)),  # windows, heads of 64
-        ("Qwen--Qwen3-Next-80B-A3B-Instruct", 4, 0, 4096, (0, 0)),  # states, heads of 256
+        ("openai--gpt-oss-20b", 2, 126_074_880, 2048, (0, 60_000_000_000 // (64 * 128))),  # windows, heads of 64
+        ("Qwen--Qwen3-Next-80B-A3B-Instruct", 4, 0, 4096, (0, 60_000_000_000 // (16 * 512))),  # states, heads of 256
         ("deepseek-ai--DeepSeek-V2-Lite-Chat", 2, 0, 3072, (OF_LATENTS, OF_LATENTS)),
         ("deepseek-ai--DeepSeek-V3.2", 8, 0, 512, (0, 0)),  # queries choose
         ("deepseek-ai--DeepSeek-V4-Flash", 4, 0, 1024, (0, 0)),  # windows and slots

@@ -42,7 +42,7 @@ class Attention(Mixer):
 
     def __init__(self, config: GatedDeltaConfig, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        self.num_heads, self.head_dim, self.rotary_dim = config.num_heads, config.head_dim, config.rotary_dim
         q_size, kv_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.sizes = (2 * q_size, kv_size, kv_size)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))

@@ -69,6 +69,10 @@ class PagedPlan:
         return max(position - self.window + 1, 0) if self.window else 0
 
 
+WIDE_HEADS = range(64, 257, 16)
+"""Sizes of heads that have a kernel for long rows on Hopper, which reads a past in fp8 pages from a copy."""
+
+
 class HeadPrep(NamedTuple):
     """What is done to the heads of a projection's output [T, N, D] before attention: norms of queries and keys (None:
     none), then rotary positions in halves. Heads are queries, then keys, then values.

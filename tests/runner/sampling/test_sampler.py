@@ -72,6 +72,22 @@ def test_subset_and_order_of_slots() -> None:
     assert sample(sampler, batch[:1].clone(), [0], [3]).read()[0] == [5]
 
 
+@pytest.mark.parametrize("other", [SamplingParams(), SamplingParams(logprobs=2), SamplingParams(presence_penalty=1.5)])
+def test_a_mask_of_none_allows_everything(other: SamplingParams) -> None:
+    """A grammar that begins behind a thought has none before it ends."""
+    batch = logits(3)
+    each = [SamplingParams(temperature=0), other, SamplingParams(temperature=0)]
+
+    def tokens(masks: dict[int, list[bytes | None]] | None) -> list[int]:
+        sampler = one_sampler(V, *each)
+        return sample(sampler, batch.clone(), [0, 1, 2], [3] * 3, masks).read()[0]
+
+    assert tokens({1: [None]}) == tokens(None)
+    only_5 = (1 << 5).to_bytes(8, "little")
+    both = tokens({0: [None], 2: [only_5]})
+    assert both[2] == 5 and both[:2] == tokens(None)[:2]
+
+
 def test_a_slot_forgets_its_former_request() -> None:
     heavy = SamplingParams(
         temperature=0,

@@ -31,9 +31,8 @@ KEPT = 64  # compiled grammars that are kept for later requests with the same gr
 TOKENIZER_SECONDS = 60.0  # that llguidance may take, once, to read a tokenizer; it needs 4 for 150,000 tokens
 QUICK_SECONDS = 0.0003  # of a processor, for a mask: quicker ones are made together
 LONE_MASKS = 16  # quick ones in a row, after one that wasn't, until masks are made together again
-TOGETHER_SECONDS = (
-    0.01  # after which each of those that were made together is made alone, to see which one took so long
-)
+TOGETHER_SECONDS = 0.01
+"""After which each of those that were made together is made alone, to see which one took so long."""
 _LARGE_CHARS = 4_096
 _FOLLOWERS = max(2, min(8, (os.cpu_count() or 2) // 2))  # llguidance releases the interpreter's lock
 

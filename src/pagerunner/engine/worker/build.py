@@ -48,6 +48,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import has_triton
 from pagerunner.ops.indexer import choose_slots
+from pagerunner.ops.paged_attention import WIDE_HEADS
 from pagerunner.ops.unpacked import rounds
 from pagerunner.runner.arena import Arena
 from pagerunner.runner.builder import BatchBuilder
@@ -301,15 +302,16 @@ def _most_with_experts(config: EngineConfig, model: Model, plan: MemoryPlan, dev
 def _most_pairs(model: Model, plan: MemoryPlan) -> int:
     """See GraphSettings. Eager steps have queries in the latent space in short rows alone, and a past in fp8 pages is copied once, as the host knows its length.
 
-    Only heads of 128 have a kernel that reads such a copy.
+    Heads have a kernel that reads such a copy if they are of `WIDE_HEADS`.
     """
     took = [0.0]
     for spec in _specs(plan):
         if memory_form(spec) == "latent" and isinstance(spec, LatentKV):
             took.append((2 * spec.latent_dim + spec.rope_dim) / _LATENT_NUMBERS)
-        elif isinstance(spec, FullKV) and spec.quantised and (spec.kind, spec.head_dim) == ("full", 128):
+        elif isinstance(spec, FullKV) and spec.quantised and spec.kind == "full" and spec.head_dim in WIDE_HEADS:
             took.append((spec.head_dim + spec.value_dim) / _FP8_NUMBERS)
-    return int(1 / (max(took) * _heads_of(model))) if max(took) else 0
+    pair = max(took) * _heads_of(model)
+    return int(1 / pair) if pair else 0
 
 
 def _heads_of(model: Model) -> int:

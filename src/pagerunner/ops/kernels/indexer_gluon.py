@@ -97,9 +97,8 @@ def _choose(own, part, parts, seen, TOP_K: gl.constexpr, C: gl.constexpr):
         gl.thread_barrier()  # all of the program's scores are stored before it is counted
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
             gl.store(counter, 0)
-            score = gl.load(
-                scores + x, mask=x // 4 * 4 < seen, other=0.0
-            )  # four at a time; a row's scores end with whole tiles
+            # Four at a time; a row's scores end with whole tiles.
+            score = gl.load(scores + x, mask=x // 4 * 4 < seen, other=0.0)
             above, equal, need = border(score, x < seen, seen, TOP_K, C)
             sums = gl.associative_scan(gl.where(above, 1, gl.where(equal, 65536, 0)), 0, _both)
             larger, same = sums & 0xFFFF, sums >> 16

@@ -245,9 +245,8 @@ def _multiply(rooms, met, queries, whole, parts, found, unit_ptr, slice_ptr, num
             at, there = _queries(q_low, q_latent, unit, first_query, num_heads, qc_token, qc_head, 1, WIDE)
             q_low.store(mixed(gl.load(at, mask=there, other=0.0)))
             _read_queries(q_turned, q_rope, unit, first_query, num_heads, qp_token, qp_head, 1, NARROW)
-            q_turned.store(
-                (q_turned.load(NARROW).to(gl.float32) * (1.0 / UP)).to(dtype)
-            )  # as much as the scores of latents are too small
+            # As much as the scores of latents are too small.
+            q_turned.store((q_turned.load(NARROW).to(gl.float32) * (1.0 / UP)).to(dtype))
             fence_async_shared()
             gl.thread_barrier()
             most, total, sums = _none_yet(scale, C, H)

@@ -328,7 +328,8 @@ def _sums(c, x_smem, more_smem, w_smem, full, empty, s_ptr, z_ptr, s_smem, z_sme
     raws = _ahead((c, c), s_ptr, z_ptr, rows, first, num_groups, G, BO, FORM, ZEROS)
     acc, more = _zeros(BT, MORE, layout, more_layout)
     for i in range(0, steps, 2):
-        after = _ahead(raws, s_ptr, z_ptr, rows, first + i + 2, num_groups, G, BO, FORM, ZEROS)  # fmt: skip  # the next round's are on their way during this one
+        # The next round's are on their way during this one.
+        after = _ahead(raws, s_ptr, z_ptr, rows, first + i + 2, num_groups, G, BO, FORM, ZEROS)
         acc, more = _round(acc, more, raws, x_smem, more_smem, w_smem, s_smem, z_smem, full, empty, i, c, C, MORE, STAGES, operand, more_operand,
                            G, FORM, HALF, ZEROS)  # fmt: skip
         raws = after

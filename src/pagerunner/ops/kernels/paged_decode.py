@@ -336,7 +336,7 @@ def decode_kernel(
     OWN: the token itself is read from the projection, as it may be in no page. FUSED: heads are as the projection made them, and
     the program that has the token stores its key and value. EARLY: the schedule is complete, because the decode kernel of an
     earlier layer fills the device and has waited for the schedule. So the schedule is read, and the first tile is brought into
-    second-level cache, while the predecessor still runs. GROUPED: `counter` [U + S, K] also counts parts that are merged together.
+    the second-level cache, while the predecessor still runs. GROUPED: `counter` [U + S, K] also counts parts that are merged together.
     """
     start_next(PDL)
     wait_turn(PDL and not EARLY)

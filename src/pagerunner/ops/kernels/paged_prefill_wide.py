@@ -12,10 +12,10 @@ from pagerunner.batch import KVPages
 from pagerunner.ops.kernels.launch import dependent, multiprocessors
 from pagerunner.ops.kernels.linear_wide import has_gluon
 from pagerunner.ops.kernels.paged_dense import Dense, room_for_tiles
+from pagerunner.ops.paged_attention import WIDE_HEADS
 
 SIZE = 128
 """Rows of a block."""
-HEADS = range(64, 257, 16)
 """Elements of a head: lanes copy 16 bytes each, and Triton knows of multiples of 16 elements that they may."""
 
 
@@ -43,7 +43,7 @@ def serves(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], pages: KVPage
     """Whether the kernel computes attention of such queries, keys and values, and to pages if rows have a `past`."""
     q, k, v = heads
     group, dim = q.shape[1] // k.shape[1], q.shape[2]
-    fit = q.dtype in (torch.bfloat16, torch.float16) and dim in HEADS and v.shape[2] == dim and has_gluon(q.device)
+    fit = q.dtype in (torch.bfloat16, torch.float16) and dim in WIDE_HEADS and v.shape[2] == dim and has_gluon(q.device)
     even = all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.stride()[1:] == (dim, 1) for x in heads)
     return fit and even and group <= 64 and (not past or _reads(pages, q.dtype, dim))
 

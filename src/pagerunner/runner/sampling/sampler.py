@@ -251,7 +251,7 @@ class Sampler:
             rows: whose they are, row by row.
             masks: by row, which tokens a grammar allows at each place; see ops/mask.py.
             drawn: tokens int64 [S] and largest logits [S] of `pick`, if a graph has found them already, and what `settle` made of the
-                tokens. The first two are changed in place where a row asks for more, and settled again.
+                tokens. The first two may be changed in place where a row asks for more; such tokens are settled again.
             settle: without it tokens are as they are sampled.
         """
         masks = masks or {}
@@ -320,7 +320,7 @@ class Sampler:
 
     def _layout(self, odd: Sequence[int], rows: SampledRows, masks: Masks) -> Layout:
         slots, width = rows.slots, rows.width
-        masked = tuple(place for place in odd if place // width in masks) if masks else ()
+        masked = tuple(odd[number] for number in _by_place(masks, odd, width)) if masks else ()
         key = (tuple(odd), tuple(slots[place // width] for place in odd), width, masked)
         layout = self._layouts.get(key)
         if layout is None:
