@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Most]] = {
     "drawn": ({"temperature": 1.0, "seed": 3}, GREEDY),
     "filtered": ({"temperature": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.01}, GREEDY),
     "scored": ({"prompt_logprobs": 2}, GREEDY),
-    "reported": ({"logprobs": 3}, Most(launches=17, to_device=2)),  # one cuts what was found to what is told
+    "reported": ({"logprobs": 3}, Most(launches=17, to_device=2, to_host=2)),  # tokens, and what is told of them
     "penalised": ({"presence_penalty": 0.5, "repetition_penalty": 1.1}, Most(launches=40, to_device=6)),
     "biased": ({"logit_bias": {5: 2.0}}, Most(launches=20, to_device=3)),
     "allowed": ({"allowed_token_ids": [5, 6, 7]}, Most(launches=20, to_device=3)),

@@ -20,7 +20,7 @@ from pagerunner.ops import numerics
 from pagerunner.ops.kernels import linear as kernels
 from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_stored
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.linear_eight import SIZES, EightConfig, eight_config
+from pagerunner.ops.kernels.linear_eight import SIZES, EightConfig, _fastest
 from pagerunner.ops.kernels.linear_parts import Product
 from pagerunner.ops.kernels.linear_sums import add_parts
 from pagerunner.ops.quantize import GROUP, Quantized, quantize
@@ -43,7 +43,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_configurations_have_room(tokens, shape):
     """All that a program asks for fits, registers are those of a multiprocessor, tiles hold all tokens, and there is a program for each multiprocessor at most."""
-    config = eight_config(tokens, *shape, 132)
+    config = _fastest(tokens, *shape, 132)[1]
     (count, block, more), (w_stages, x_stages) = config.cut, config.stages
     assert tokens <= config.tokens == count * block + more
     assert (w_stages * 64 * config.groups + x_stages * config.tokens) * GROUP <= linear_eight.ROOM
@@ -69,7 +69,7 @@ def test_configurations_have_room(tokens, shape):
 )
 def test_choices_are_those_that_were_fastest(tokens, shape, want):
     """On an H200 with 132 multiprocessors, or within 4 % of it; the last two by the same rule."""
-    assert eight_config(tokens, *shape, 132)[1:] == want
+    assert _fastest(tokens, *shape, 132)[1][1:] == want
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_what_is_left_of_whole_rounds_has_a_launch_of_its_own(shape, high, want)
     found = linear_eight.pieces(72, *shape, 132, high)
     assert [last for last, _ in found] == want
     if len(found) == 2:
-        assert found[0][1][1:] == (3, 2, 1) and found[1][1] == eight_config(72, want[1] - want[0], shape[1], 132)
+        assert found[0][1][1:] == (3, 2, 1) and found[1][1] == _fastest(72, want[1] - want[0], shape[1], 132)[1]
 
 
 def test_pieces_are_multiplied_by_their_own_rows(monkeypatch):
     """Each launch has its rows' codes, scales, bias and outputs."""
-    config = eight_config(20, 256, 256, 132)
+    config = _fastest(20, 256, 256, 132)[1]
     monkeypatch.setattr(linear_eight, "pieces", lambda *_: ((128, config), (256, config)))
     monkeypatch.setattr(linear_eight, "multiprocessors", lambda device: 132)
 

@@ -105,7 +105,10 @@ def _choose(own, part, parts, seen, TOP_K: gl.constexpr, C: gl.constexpr):
             gl.store(chosen + (larger + gl.minimum(same, need) - 1), x, mask=above | (equal & (same <= need)))
 
 
-@gluon.jit(do_not_specialize=["parts", "early"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+ANYWHERE = ["row_ptr", "position_ptr", "chosen_ptr", "counter_ptr"]  # a part of a step begins at any of its tokens
+
+
+@gluon.jit(do_not_specialize=["parts", "early"], do_not_specialize_on_alignment=ANYWHERE)
 def scores_kernel(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, scores_ptr, chosen_ptr, counter_ptr, row_ptr, position_ptr, slots_ptr, table_ptr, parts, early,
     q_token, q_head, weights_token, page_stride, slot_stride, scale_page, scale_slot, table_stride, scores_stride,

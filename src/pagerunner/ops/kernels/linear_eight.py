@@ -94,11 +94,6 @@ def _fastest(tokens: int, outputs: int, inputs: int, programs: int) -> tuple[flo
     return min(found)
 
 
-def eight_config(tokens: int, outputs: int, inputs: int, programs: int) -> EightConfig:
-    """The tile of one launch; see `_fastest`."""
-    return _fastest(tokens, outputs, inputs, programs)[1]
-
-
 @functools.lru_cache(4096)
 def pieces(tokens: int, outputs: int, inputs: int, programs: int, high: int) -> tuple[tuple[int, EightConfig], ...]:
     """The last output feature and the tile of each launch: of one, or of whole rounds of tiles and then the rest, as in `linear_wide.pieces`.

@@ -11,7 +11,7 @@ from pagerunner.batch import KVPages, StepRows, WritePlaces
 from pagerunner.ops.native.calls import ATTENTION, PREPARE, Operand, call, empty, made, memory_of, operand
 from pagerunner.ops.paged_attention import HeadPrep, PagedPlan, Scores
 
-_CALL = struct.Struct("17P19q4fi")  # Attention in native/attention.h
+_CALL = struct.Struct("17P19q4fi4x")  # Attention in native/attention.h
 _NO_SCORES = Scores(0.0)
 _NO_PLAN = PagedPlan()
 _I32, _I64 = torch.int32, torch.int64

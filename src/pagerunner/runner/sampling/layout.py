@@ -1,7 +1,7 @@
 """Which rows of a step need what before they are sampled: the host's index work, done once per composition of rows.
 
 A layout is about the rows that ask for more than temperature, min-p, top-k and top-p: their logits are changed or reported.
-They are N of a step's sampled rows, and the layout's tensors number them from 0. While decoding, the same rows ask step after
+Those whose logits change are N of a step's sampled rows, and the layout's tensors number them from 0. While decoding, the same rows ask step after
 step. Then the layout of the step before is found again and costs nothing. Shape letters: N rows of the layout, V vocabulary.
 """
 

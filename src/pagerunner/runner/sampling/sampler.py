@@ -4,8 +4,8 @@
 temperature, min-p, top-k and top-p. It needs nothing of the host, so decode graphs end with it.
 
 Some rows ask for more. They are called odd rows. Their logits are processed in vLLM's order: log-probabilities of the raw
-logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties. Then odd rows are sampled again. All other
-rows keep their token.
+logits; grammar masks; allowed ids; bad words; min_tokens; logit bias; penalties. Then odd rows are sampled again, but
+for those that only report log-probabilities. All other rows keep their token.
 
 Of several ranks each computes the logits of its own token ids (`vocabulary.py`). Their graphs end with the most likely tokens. Rows that draw
 are sampled after it: without filters from weights that ranks gather, with filters by one rank each, which gets the rows' logits.
