@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from pagerunner.batch import KVPages, StepRows, WritePlaces
-from pagerunner.ops.kernels import paged_attention as kernels
+from pagerunner.ops.kernels.paged import paged_attention as kernels
 from pagerunner.ops.paged_attention import (
     HeadPrep,
     PagedPlan,

@@ -21,9 +21,9 @@ from functools import partial
 import torch
 
 from pagerunner.ops.activation import SILU, silu_and_mul
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels.linear import FewConfig, RowsConfig
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear.linear import FewConfig, RowsConfig
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.norm import add_rms_norm_, rms_norm

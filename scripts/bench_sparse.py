@@ -23,7 +23,7 @@ from pagerunner.attention.calls import IndexerQueries, LatentCall, UpProjection
 from pagerunner.attention.paged_sparse import PagedSparseBackend
 from pagerunner.batch import GroupBatch, LatentPages, StepRows, WritePlaces
 from pagerunner.ops.indexer import choose_slots
-from pagerunner.ops.kernels.indexer import run_choice, run_scores
+from pagerunner.ops.kernels.latent.indexer import run_choice, run_scores
 from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles

@@ -3,7 +3,7 @@
     python scripts/bench_stored.py [--sections layers,ways] [--tokens 64,256,8192] [--forms 'bf16;mxfp4']
 
 `layers` is one layer: its four products with norms, gate and additions, without attention. `ways` is one product in each of the ways that
-`ops/kernels/linear_many.py` chooses from. Everything is a CUDA graph over the weights of several layers, so that none stay in the
+`ops/kernels/linear/linear_many.py` chooses from. Everything is a CUDA graph over the weights of several layers, so that none stay in the
 cache. Tables show microseconds of one layer or one product.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels import linear_many as many
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_rounded import cublas, rounding, run_rounded
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear import linear_many as many
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_rounded import cublas, rounding, run_rounded
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.stored import Stored, Stored4, Stored8, pack4

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench_kernels import BYTES_PER_US, graph_us, kinds
-from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
-from pagerunner.ops.kernels.linear_packed import PackedConfig
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_row import RowConfig
-from pagerunner.ops.kernels.linear_stored import FewConfig
+from pagerunner.ops.kernels.linear import linear_packed, linear_row, linear_stored
+from pagerunner.ops.kernels.linear.linear_packed import PackedConfig
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_row import RowConfig
+from pagerunner.ops.kernels.linear.linear_stored import FewConfig
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored, Stored4, Stored8
 

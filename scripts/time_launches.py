@@ -90,7 +90,17 @@ def pretend() -> None:
     """Make operations take their way on a Hopper, up to where something would be launched."""
     cast(Any, driver).set_active(NoDriver())
     cast(Any, JITFunction)._do_compile = compile_nothing
-    for name in ("activation", "batch", "linear", "norm", "paged_attention", "paged_store", "rope", "sample", "tables"):
+    for name in (
+        "activation",
+        "batch",
+        "linear.linear",
+        "norm",
+        "paged.paged_attention",
+        "paged.paged_store",
+        "rope",
+        "sampling.sample",
+        "tables",
+    ):
         module: Any = importlib.import_module(f"pagerunner.ops.kernels.{name}")
         for fact, value in (
             ("dependent", {"PDL": True, "launch_pdl": True}),
@@ -99,7 +109,7 @@ def pretend() -> None:
         ):
             if hasattr(module, fact):
                 setattr(module, fact, functools.partial(_always, value))
-    linear: Any = importlib.import_module("pagerunner.ops.kernels.linear")
+    linear: Any = importlib.import_module("pagerunner.ops.kernels.linear.linear")
     products = Products()
     linear.F = SimpleNamespace(linear=products.linear)
     linear.linear_add_ = products.linear_add_

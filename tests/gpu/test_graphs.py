@@ -16,13 +16,13 @@ from helpers.families import MAKERS
 from helpers.stored_cases import stored
 from pagerunner import LLM, SamplingParams
 from pagerunner.ops.activation import SILU
-from pagerunner.ops.kernels import linear_wide
+from pagerunner.ops.kernels.linear import linear_wide
 from pagerunner.ops.linear import linear
 from pagerunner.ops.moe import ExpertWeights, moe_experts
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored
 
-moe = pytest.importorskip("pagerunner.ops.kernels.moe")
+moe = pytest.importorskip("pagerunner.ops.kernels.moe.moe")
 triton = pytest.importorskip("triton")
 Matrices = tuple[torch.Tensor, torch.Tensor] | tuple[Stored, Stored]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels.linear_dense import config_of, dense_config, run_dense, run_parts, whole_gates
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.linear.linear_dense import config_of, dense_config, run_dense, run_parts, whole_gates
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_wide import has_gluon
 
 pytestmark = pytest.mark.skipif(
     not has_gluon(torch.device("cuda", 0)), reason="another device or version of Triton than was measured"

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagerunner.ops.kernels.linear_held import config_of, run_held
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.linear.linear_held import config_of, run_held
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_wide import has_gluon
 from pagerunner.ops.linear import Norm
 
 pytestmark = pytest.mark.skipif(

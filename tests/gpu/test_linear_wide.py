@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
-from pagerunner.ops.kernels import linear_wide
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_tiles import in_order
-from pagerunner.ops.kernels.linear_wide import WideConfig
+from pagerunner.ops.kernels.linear import linear_wide
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_tiles import in_order
+from pagerunner.ops.kernels.linear.linear_wide import WideConfig
 from pagerunner.ops.linear import linear, linear_add_
 from pagerunner.ops.stored import Stored, dense
 

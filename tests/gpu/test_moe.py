@@ -13,8 +13,8 @@ from pagerunner.ops.pair_sums import PairSums, add_pairs_, add_pairs_norm_, add_
 from pagerunner.ops.routing import Routes, Routing, expert_logits, norm_expert_logits, route
 from pagerunner.ops.stored import Stored
 
-moe_unpacked = pytest.importorskip("pagerunner.ops.kernels.moe_unpacked")
-moe_piped = pytest.importorskip("pagerunner.ops.kernels.moe_piped")
+moe_unpacked = pytest.importorskip("pagerunner.ops.kernels.moe.moe_unpacked")
+moe_piped = pytest.importorskip("pagerunner.ops.kernels.moe.moe_piped")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -21,9 +21,9 @@ from pagerunner.attention.paged import PagedBackend
 
 pytest.importorskip("triton")
 
-from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
-from pagerunner.ops.kernels import paged_dense  # noqa: E402
-from pagerunner.ops.kernels.linear_wide import has_gluon  # noqa: E402
+from pagerunner.ops.kernels.linear.linear_wide import has_gluon  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_dense  # noqa: E402
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 ONE = (plain(3, 1), plain(0, 1), plain(1700, 1), *[plain(20 + 37 * i, 1) for i in range(30)])

@@ -11,8 +11,8 @@ from helpers import indexer_cases, sparse_cases
 from pagerunner.batch import StepRows, WritePlaces
 from pagerunner.ops.indexer import choose_slots
 from pagerunner.ops.indexer_heads import MeanNorm, indexer_heads
-from pagerunner.ops.kernels import indexer, indexer_one, latent_wide
-from pagerunner.ops.kernels.linear_wide import has_gluon
+from pagerunner.ops.kernels.latent import indexer, indexer_one, latent_wide
+from pagerunner.ops.kernels.linear.linear_wide import has_gluon
 from pagerunner.ops.latent_heads import LatentPrep
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.rope import RopeAngles, rope_angles

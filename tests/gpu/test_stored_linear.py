@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
-from pagerunner.ops.kernels import linear_packed, linear_row, linear_stored
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear_packed, linear_row, linear_stored
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored, Stored4, Stored8, dense, pack4
 

@@ -11,8 +11,8 @@ from helpers.device import DEVICE
 from helpers.recurrent_cases import Memory, Step
 from helpers.vectors_cases import CASES, Case, in_fp8, in_published_pages, inputs, moved, with_choice
 from pagerunner.batch import StatePages, WritePlaces
-from pagerunner.ops.kernels import vectors_attention as kernels
-from pagerunner.ops.kernels.vectors_attention import by_gluon
+from pagerunner.ops.kernels.latent import vectors_attention as kernels
+from pagerunner.ops.kernels.latent.vectors_attention import by_gluon
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.slot_pooling import Pooling, pool_slots
 from pagerunner.ops.streams import Gates, Left, StreamWeights, enter_sublayer

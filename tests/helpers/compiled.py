@@ -31,29 +31,28 @@ from helpers.compiled_experts import ROWS
 from helpers.compiling import gluon
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import causal_conv, gdn, linear, lora, lora_gluon, mamba2, moe_routing, peer_sum
+from pagerunner.ops.kernels import peer_sum
 from pagerunner.ops.kernels.activation import rounded
 from pagerunner.ops.kernels.codes import form_of
 from pagerunner.ops.kernels.launch import padded
-from pagerunner.ops.kernels.linear_dense import config_of, whole_gates
-from pagerunner.ops.kernels.linear_dense_gluon import dense_kernel
-from pagerunner.ops.kernels.linear_eight import EightConfig
-from pagerunner.ops.kernels.linear_eight_gluon import eight_kernel
-from pagerunner.ops.kernels.linear_gluon import wide_kernel
-from pagerunner.ops.kernels.linear_held import held_config
-from pagerunner.ops.kernels.linear_held_gluon import held_kernel
-from pagerunner.ops.kernels.linear_parts import halves
-from pagerunner.ops.kernels.linear_wide import WideConfig, scale_bytes, stages_of
-from pagerunner.ops.kernels.paged_attention import (
-    draft_tiles,
-    few_draft_tiles,
-    few_tiles,
-    merged_at_once,
-)
-from pagerunner.ops.kernels.paged_drafts import drafts_kernel
-from pagerunner.ops.kernels.paged_few import few_kernel
-from pagerunner.ops.kernels.paged_few_drafts import few_drafts_kernel
-from pagerunner.ops.kernels.paged_fixed import fixed_kernel, fixed_tiles
+from pagerunner.ops.kernels.linear import linear
+from pagerunner.ops.kernels.linear.linear_dense import config_of, whole_gates
+from pagerunner.ops.kernels.linear.linear_dense_gluon import dense_kernel
+from pagerunner.ops.kernels.linear.linear_eight import EightConfig
+from pagerunner.ops.kernels.linear.linear_eight_gluon import eight_kernel
+from pagerunner.ops.kernels.linear.linear_gluon import wide_kernel
+from pagerunner.ops.kernels.linear.linear_held import held_config
+from pagerunner.ops.kernels.linear.linear_held_gluon import held_kernel
+from pagerunner.ops.kernels.linear.linear_parts import halves
+from pagerunner.ops.kernels.linear.linear_wide import WideConfig, scale_bytes, stages_of
+from pagerunner.ops.kernels.lora import lora, lora_gluon
+from pagerunner.ops.kernels.moe import moe_routing
+from pagerunner.ops.kernels.paged.paged_attention import draft_tiles, few_draft_tiles, few_tiles, merged_at_once
+from pagerunner.ops.kernels.paged.paged_drafts import drafts_kernel
+from pagerunner.ops.kernels.paged.paged_few import few_kernel
+from pagerunner.ops.kernels.paged.paged_few_drafts import few_drafts_kernel
+from pagerunner.ops.kernels.paged.paged_fixed import fixed_kernel, fixed_tiles
+from pagerunner.ops.kernels.recurrent import causal_conv, gdn, mamba2
 from pagerunner.ops.lora import COPIES
 from pagerunner.ops.numerics import FIXED
 from pagerunner.ops.stored import Stored8
@@ -62,7 +61,7 @@ SHARED = 227 * 1024
 
 
 def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
-    """Wide tiles of stored weights of `ops/kernels/linear_wide.py`, with all their outputs if there are three groups, else with parts."""
+    """Wide tiles of stored weights of `ops/kernels/linear/linear_wide.py`, with all their outputs if there are three groups, else with parts."""
     matrix, (tokens, more), done = stored(form, 8, 128), halves(size), groups == 3
     codes, eight = NVMMASharedLayout(64, 8, 2), isinstance(matrix, Stored8)
     scales = {torch.float32: "fp32", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
@@ -101,7 +100,7 @@ def wide(name: str, form: str, size: int, groups: int) -> dict[str, Any]:
 
 
 def eight(name: str, size: int, groups: int, grouped: bool, done: bool) -> dict[str, Any]:
-    """Products of rounded inputs of `ops/kernels/linear_eight.py`."""
+    """Products of rounded inputs of `ops/kernels/linear/linear_eight.py`."""
     config, codes = EightConfig(size, groups, 1, 1 if done else 2), NVMMASharedLayout(128, 8, 2)
     count, tokens, more = config.cut
     box = {"w_desc": 64, "x_desc": tokens, "more_desc": more or 8}
@@ -122,7 +121,7 @@ def eight(name: str, size: int, groups: int, grouped: bool, done: bool) -> dict[
 def dense(
     name: str, tokens: int, groups: int, done: bool, by_token: int = 0, late: bool = False, gates: int = 0
 ) -> dict[str, Any]:
-    """Products of `ops/kernels/linear_dense.py`; of so many gates and their ups, with the gate inside."""
+    """Products of `ops/kernels/linear/linear_dense.py`; of so many gates and their ups, with the gate inside."""
     config = (gates and whole_gates(64, 2 * gates, 4096, 132)) or config_of(tokens, groups, 8)
     types = {
         "w_desc": f"tensordesc<{name}[{config.high // 2 if gates else 64},64],{ROWS!r}>",
@@ -151,7 +150,7 @@ def dense(
 
 
 def held(name: str, outputs: int, inputs: int, norm: int, gated: bool) -> dict[str, Any]:
-    """Products of `ops/kernels/linear_held.py`."""
+    """Products of `ops/kernels/linear/linear_held.py`."""
     config = held_config(inputs, outputs // 2 if gated else outputs, norm > 0, gated)
     pointers = ["x_ptr", "norm_ptr", "w_ptr", "bias_ptr", "y_ptr"]
     types = dict.fromkeys(pointers, "*" + name) | {"eps": "fp32"}
@@ -176,7 +175,7 @@ def held(name: str, outputs: int, inputs: int, norm: int, gated: bool) -> dict[s
 
 
 def few(group: int, dim: int, early: bool, norm: bool, parts: int = 1) -> dict[str, Any]:
-    """Decode attention of few rows, `ops/kernels/paged_few.py`, as it is launched for bfloat16; of a projection in so many parts."""
+    """Decode attention of few rows, `ops/kernels/paged/paged_few.py`, as it is launched for bfloat16; of a projection in so many parts."""
     tiles, half, columns = few_tiles(2 * padded(dim), group, 1), max(16, padded(dim // 2)), padded(group)
     constants = {
         "LEAST": 1,
@@ -206,7 +205,7 @@ def few(group: int, dim: int, early: bool, norm: bool, parts: int = 1) -> dict[s
 
 
 def few_drafts(group: int, stride: int, dim: int, early: bool, norm: bool) -> dict[str, Any]:
-    """The same for rows with drafts, `ops/kernels/paged_few_drafts.py`."""
+    """The same for rows with drafts, `ops/kernels/paged/paged_few_drafts.py`."""
     tiles, half = few_draft_tiles(2 * padded(dim)), max(16, padded(dim // 2))
     constants = {
         "UNITS": numerics.FAST.attention.few_rows,
@@ -248,7 +247,7 @@ def _attention(kernel: Any, tiles: Any, constants: dict[str, Any], fusion: bool 
 
 
 def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict[str, Any]:
-    """Decode attention of several tokens a row, `ops/kernels/paged_drafts.py`, as it is launched for bfloat16."""
+    """Decode attention of several tokens a row, `ops/kernels/paged/paged_drafts.py`, as it is launched for bfloat16."""
     tiles, count, tokens = draft_tiles(padded(dim) * (1 if fp8 else 2), group, stride, fp8, 64 if few_rows else 65)
     constants = {
         "S": 132 * tiles.programs // 8,
@@ -277,7 +276,7 @@ def drafts(group: int, stride: int, dim: int, fp8: bool, few_rows: bool) -> dict
 
 
 def fixed(group: int, dim: int, one: int, reach: bool, split: bool) -> dict[str, Any]:
-    """Attention in a fixed order, `ops/kernels/paged_fixed.py`, as it is launched for bfloat16."""
+    """Attention in a fixed order, `ops/kernels/paged/paged_fixed.py`, as it is launched for bfloat16."""
     tiles = fixed_tiles(padded(group), 2 * padded(dim), False, one, reach)
     constants = {
         "K": 8,
@@ -363,7 +362,7 @@ RECURRENCES = {
 
 
 def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
-    """Rows that take one token after another, with `journal` drafts: `ops/kernels/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
+    """Rows that take one token after another, with `journal` drafts: `ops/kernels/recurrent/gdn.py`, `mamba2.py` and `causal_conv.py` at published sizes."""
     ones = {"one gdn": gdn._one, "one mamba2": mamba2._one, "one conv": causal_conv._step}
     kernel = (ones | {"gdn": gdn._few, "mamba2": mamba2._few, "conv": causal_conv._rows})[name]
     block_v, warps = gdn.ONE if name == "one gdn" else gdn.DRAFTS if journal else gdn.FEW
@@ -389,7 +388,7 @@ def recurrence(name: str, state: str, journal: int) -> dict[str, Any]:
 
 
 def adapters(name: str, features: int) -> dict[str, Any]:
-    """The two kernels of `ops/kernels/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
+    """The two kernels of `ops/kernels/lora/lora.py` as a fused layer's with so many inputs, or outputs of a program, launches them for bfloat16."""
     kernel = {"shrink": lora._shrink, "expand": lora._expand}[name]
     own = {
         "shrink": {
@@ -412,7 +411,7 @@ def adapters(name: str, features: int) -> dict[str, Any]:
 
 
 def beside(name: str) -> dict[str, Any]:
-    """The kernels of `ops/kernels/lora_gluon.py` as 64 rows of an 8B with an adapter each launch them."""
+    """The kernels of `ops/kernels/lora/lora_gluon.py` as 64 rows of an 8B with an adapter each launch them."""
     kernel = getattr(lora_gluon, ("expand" if name == "expand" else "shrink") + "_kernel")
     words = {one: "*i32" for one in kernel.arg_names if one.endswith(("_WX", "_W", "_N5"))}
     types = {one: "*bf16" for one in kernel.arg_names if one.endswith(("_TI", "_TO"))} | words
@@ -459,7 +458,7 @@ def rounding(count: int) -> dict[str, Any]:
 
 
 def route(experts: int, active: int, tokens: int) -> dict[str, Any]:
-    """The choice of experts, `ops/kernels/moe_routing.py`, of a step with padding."""
+    """The choice of experts, `ops/kernels/moe/moe_routing.py`, of a step with padding."""
     config = moe_routing.route_config(tokens, experts)
     wide = padded(experts)
     types = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr"), "*fp32") | {"factor": "fp32"}

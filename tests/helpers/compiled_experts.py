@@ -8,18 +8,18 @@ from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 
 from helpers.compiling import gluon
 from pagerunner.ops.kernels.codes import E2M1, INT4
-from pagerunner.ops.kernels.moe_gluon import many_kernel
-from pagerunner.ops.kernels.moe_lanes import TILE, _wide
-from pagerunner.ops.kernels.moe_lanes_gluon import arrange_kernel, lanes_kernel
-from pagerunner.ops.kernels.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
-from pagerunner.ops.kernels.moe_streams import streams_config
-from pagerunner.ops.kernels.moe_streams_gluon import streams_kernel
+from pagerunner.ops.kernels.moe.moe_gluon import many_kernel
+from pagerunner.ops.kernels.moe.moe_lanes import TILE, _wide
+from pagerunner.ops.kernels.moe.moe_lanes_gluon import arrange_kernel, lanes_kernel
+from pagerunner.ops.kernels.moe.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, STAGES
+from pagerunner.ops.kernels.moe.moe_streams import streams_config
+from pagerunner.ops.kernels.moe.moe_streams_gluon import streams_kernel
 
 ROWS = NVMMASharedLayout(128, 16, 2)
 
 
 def many(name: str, gated: bool, kind: int, bias: bool) -> dict[str, Any]:
-    """Grouped products of `ops/kernels/moe_piped.py`."""
+    """Grouped products of `ops/kernels/moe/moe_piped.py`."""
     box = 128 if gated and kind != 2 else 256
     eight = name == "fp8e4nv"
     step, rows, own = (128, NVMMASharedLayout(128, 8, 2), "bf16") if eight else (64, ROWS, name)
@@ -87,7 +87,7 @@ def arrange(features: int) -> dict[str, Any]:
 
 
 def lanes(features: int, inner: int, kind: int, gated: bool, form: str = "mxfp4") -> dict[str, Any]:
-    """Experts in 4 bits of `ops/kernels/moe_lanes.py`."""
+    """Experts in 4 bits of `ops/kernels/moe/moe_lanes.py`."""
     outputs, inputs = (inner, features) if gated else (features, inner)
     constants = {
         "E": 32,
@@ -112,7 +112,7 @@ def lanes(features: int, inner: int, kind: int, gated: bool, form: str = "mxfp4"
 
 
 def streams(features: int, inner: int, each: int, kind: int, gated: bool, form: str = "mxfp4") -> dict[str, Any]:
-    """Experts in 4 bits of `ops/kernels/moe_streams.py`, for `each` pairs an expert."""
+    """Experts in 4 bits of `ops/kernels/moe/moe_streams.py`, for `each` pairs an expert."""
     config = streams_config(each * 32, 32)
     assert config is not None
     outputs, inputs = (inner, features) if gated else (features, inner)

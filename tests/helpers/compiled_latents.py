@@ -10,13 +10,13 @@ from triton.compiler import ASTSource
 
 from helpers.compiling import gluon
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import indexer, indexer_gluon, sparse_latents, vectors_fp8_gluon, vectors_gluon
-from pagerunner.ops.kernels.latent_codes_gluon import ADDERS, codes_kernel
-from pagerunner.ops.kernels.latent_gluon import slices_kernel
-from pagerunner.ops.kernels.latent_pairs_gluon import pairs_kernel
-from pagerunner.ops.kernels.latent_wide import GROUPS, wide_tiles
-from pagerunner.ops.kernels.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
-from pagerunner.ops.kernels.vectors_attention import CLUSTER, GLUON_TILES
+from pagerunner.ops.kernels.latent import indexer, indexer_gluon, sparse_latents, vectors_fp8_gluon, vectors_gluon
+from pagerunner.ops.kernels.latent.latent_codes_gluon import ADDERS, codes_kernel
+from pagerunner.ops.kernels.latent.latent_gluon import slices_kernel
+from pagerunner.ops.kernels.latent.latent_pairs_gluon import pairs_kernel
+from pagerunner.ops.kernels.latent.latent_wide import GROUPS, wide_tiles
+from pagerunner.ops.kernels.latent.vectors_attention import CLUSTER, GLUON_TILES
+from pagerunner.ops.kernels.paged.paged_prefill_gluon import PANEL, QUERIES, gluon_prefill_kernel
 
 
 def _sparse(
@@ -51,7 +51,7 @@ def _sparse(
 
 
 def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
-    """Attention to chosen latents, `ops/kernels/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
+    """Attention to chosen latents, `ops/kernels/latent/sparse_latents.py`. A slot of 656 bytes has its rotary part and its scales at odd strides."""
     tiles = sparse_latents.chosen_tiles(heads, 4 if narrow == "fp32" else 2, fp8)
     constants = {"C": 512, "P": 64, "G": 4 if fp8 else 1, "BC": 512, "BP": 64, "SPLIT": split, "COMPILED": True}
     constants |= {"BH": tiles.heads, "BN": tiles.slots}
@@ -60,7 +60,7 @@ def chosen(narrow: str, heads: int, fp8: bool, split: bool) -> dict[str, Any]:
 
 
 def codes() -> dict[str, Any]:
-    """Slots in e4m3 and up to 16 queries, `ops/kernels/latent_codes_gluon.py`."""
+    """Slots in e4m3 and up to 16 queries, `ops/kernels/latent/latent_codes_gluon.py`."""
     types = dict.fromkeys(("q_latent", "q_rope", "rope", "whole"), "*bf16")
     types |= {"pages": "*u8", "table": "*i64", "scale": "fp32"} | dict.fromkeys(("parts", "found", "scales"), "*fp32")
     types |= dict.fromkeys(("chosen", "unit_ptr", "slice_ptr"), "*i32")
@@ -71,7 +71,7 @@ def codes() -> dict[str, Any]:
 
 
 def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> dict[str, Any]:
-    """Slices of attention in the latent space, `ops/kernels/latent_gluon.py`, with a slot's parts at strides of 16 bytes."""
+    """Slices of attention in the latent space, `ops/kernels/latent/latent_gluon.py`, with a slot's parts at strides of 16 bytes."""
     sizes = {"PAGE": 64, "C": 512, "P": 64, "G": GROUPS if fp8 else 0, "H": wide_tiles(queries).heads}
     constants = sizes | {"CHOSEN": chosen, "STRIDE": stride, "PDL": True}
     types = dict.fromkeys(("q_latent", "q_rope", "pages", "rope", "whole"), "*" + name) | {"scale": "fp32"}
@@ -84,7 +84,7 @@ def latents(name: str, queries: int, fp8: bool, chosen: bool, stride: int) -> di
 
 
 def pairs(name: str, page: int, stride: int) -> dict[str, Any]:
-    """Those of 64 queries with two tiles at once, `ops/kernels/latent_pairs_gluon.py`."""
+    """Those of 64 queries with two tiles at once, `ops/kernels/latent/latent_pairs_gluon.py`."""
     queries, slots = f"[1,64,64],{QUERIES.value!r}", f"[{min(page, 64)},64],{PANEL.value!r}"
     types = dict.fromkeys(("q_desc", "turned_desc"), f"tensordesc<{name}{queries}>")
     types |= dict.fromkeys(("page_desc", "rope_desc"), f"tensordesc<{name}{slots}>")
@@ -96,7 +96,7 @@ def pairs(name: str, page: int, stride: int) -> dict[str, Any]:
 
 
 def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
-    """Scores of an indexer, `ops/kernels/indexer.py`: 8 rows of so many tokens, or 64 of one."""
+    """Scores of an indexer, `ops/kernels/latent/indexer.py`: 8 rows of so many tokens, or 64 of one."""
     count, tokens = (64, 1) if tokens == 64 else (8, tokens)
     rows = StepRows.of([tokens] * count, [5000] * count, range(count))
     dtype = torch.float8_e4m3fn if fp8 else {"fp32": torch.float32, "bf16": torch.bfloat16}[narrow]
@@ -107,7 +107,7 @@ def scores(narrow: str, heads: int, fp8: bool, tokens: int) -> dict[str, Any]:
 
 
 def alone(name: str, heads: int, fp8: bool, chunk: int = 0) -> dict[str, Any]:
-    """Scores of rows of one token, `ops/kernels/indexer_gluon.py`, and their choice among `chunk` slots."""
+    """Scores of rows of one token, `ops/kernels/latent/indexer_gluon.py`, and their choice among `chunk` slots."""
     types = dict.fromkeys(("weights_ptr", "scores_ptr"), "*fp32") | {"q_ptr": "*" + name, "position_ptr": "*i64"}
     types |= dict.fromkeys(("row_ptr", "slots_ptr", "chosen_ptr", "counter_ptr"), "*i32") | {"table_ptr": "*i64"}
     types |= {"keys_ptr": "*u8" if fp8 else "*" + name, "scales_ptr": "*fp32" if fp8 else "*" + name}
@@ -136,12 +136,12 @@ def best(several: bool) -> dict[str, Any]:
 
 
 def scored(name: str, slots: int, fp8: bool) -> dict[str, Any]:
-    """The same where a cluster chooses among so many slots, `ops/kernels/vectors_choice_gluon.py`."""
+    """The same where a cluster chooses among so many slots, `ops/kernels/latent/vectors_choice_gluon.py`."""
     return vectors(name, 4, True, False, CLUSTER, fp8, slots)
 
 
 def vectors(name: str, ratio: int, chosen: bool, new: bool, parts: int, fp8: bool = False, scored: int = 0) -> dict[str, Any]:  # fmt: skip
-    """DeepSeek-V4's attention, `ops/kernels/vectors_gluon.py`, and with pages in fp8 `vectors_fp8_gluon.py`."""
+    """DeepSeek-V4's attention, `ops/kernels/latent/vectors_gluon.py`, and with pages in fp8 `vectors_fp8_gluon.py`."""
     kernel = vectors_fp8_gluon.vectors_kernel if fp8 else vectors_gluon.vectors_kernel
     names, numbers = (
         kernel.arg_names,
@@ -183,7 +183,7 @@ def prefill(
     reach: bool = False,
     softcap: bool = False,
 ) -> dict[str, Any]:
-    """Long rows, `ops/kernels/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
+    """Long rows, `ops/kernels/paged/paged_prefill_gluon.py`, of heads in such groups. `page` 0: new tokens alone."""
     tiles, queries = (
         f"[{128 if dim <= 128 else 64},64],{PANEL.value!r}",
         f"[{64 // group},{group},64],{QUERIES.value!r}",

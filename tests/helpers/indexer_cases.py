@@ -67,7 +67,7 @@ SCORES = "all differ", "most are equal", "near ones are alike", "no numbers"
 
 def check_best(kind: str, seen: list[int], top_k: int, device: str = "cpu") -> None:
     """The best of given scores, of rows that see so many slots."""
-    from pagerunner.ops.kernels.indexer import run_choice
+    from pagerunner.ops.kernels.latent.indexer import run_choice
 
     given = torch.randn(len(seen), -(-max(seen) // 128) * 128, device=device)
     if kind == "most are equal":

@@ -56,7 +56,7 @@ def noted_launches() -> Iterator[set[tuple[Any, ...]]]:
         ),
         patch.object(Op, "__call__", lambda op, *args, **how: (op.kernel if op._module else op.twin)(*args, **how)),
     ]
-    for module in pkgutil.iter_modules(kernels.__path__, kernels.__name__ + "."):
+    for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + "."):
         if hasattr(importlib.import_module(module.name), "multiprocessors"):
             patches.append(patch(module.name + ".multiprocessors", lambda device: MULTIPROCESSORS))
     for each in patches:

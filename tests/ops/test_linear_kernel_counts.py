@@ -22,10 +22,10 @@ from pagerunner.quant.ranked import Summed
 from pagerunner.runner.kernel_counts import more_counts
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
-linear_dense = pytest.importorskip("pagerunner.ops.kernels.linear_dense")
-linear_held = pytest.importorskip("pagerunner.ops.kernels.linear_held")
-many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
-linear_tiles = pytest.importorskip("pagerunner.ops.kernels.linear_tiles")
+linear_dense = pytest.importorskip("pagerunner.ops.kernels.linear.linear_dense")
+linear_held = pytest.importorskip("pagerunner.ops.kernels.linear.linear_held")
+many = pytest.importorskip("pagerunner.ops.kernels.linear.linear_many")
+linear_tiles = pytest.importorskip("pagerunner.ops.kernels.linear.linear_tiles")
 EightConfig, WideConfig = many.linear_eight.EightConfig, many.linear_wide.WideConfig
 MOST = 8192
 USUAL = {1, 3, 16, 272, 275, MOST}

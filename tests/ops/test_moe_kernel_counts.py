@@ -70,7 +70,7 @@ class Layer:
         self.x = torch.empty(MOST, FEATURES, dtype=torch.bfloat16)
         self.launches: set[Any] = set()
         monkeypatch.setattr(twins, "_quantized", rounded)
-        monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: None)
+        monkeypatch.setattr("pagerunner.ops.kernels.moe.moe.add_shared_", lambda *args: None)
         monkeypatch.setattr(
             interpreter.InterpretedFunction,
             "run",

@@ -8,13 +8,9 @@ import torch
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
 from pagerunner.ops.stored import Stored
-from pagerunner.ops.unpacked import (
-    experts_at_once,
-    experts_bytes,
-    product_bytes,
-)
+from pagerunner.ops.unpacked import experts_at_once, experts_bytes, product_bytes
 
-many = pytest.importorskip("pagerunner.ops.kernels.linear_many")
+many = pytest.importorskip("pagerunner.ops.kernels.linear.linear_many")
 
 BORDERS = numerics.FAST.products
 

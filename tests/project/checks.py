@@ -79,7 +79,7 @@ TORCH_FREE = {"errors", "limits", "types", "config", "memory", "sched", "tiers",
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_CODE_LINES = 72_437  # of the package, without blank lines, comments and docstrings
+MAX_CODE_LINES = 72_449  # of the package, without blank lines, comments and docstrings
 
 _NO_CODE = {
     tokenize.COMMENT,

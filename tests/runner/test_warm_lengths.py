@@ -29,7 +29,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton")
 from helpers import launches  # noqa: E402
 from helpers.launches import noted_launches  # noqa: E402
-from pagerunner.ops.kernels import indexer, paged_attention, paged_dense, paged_prefill_wide, vectors_attention  # noqa: E402
+from pagerunner.ops.kernels.latent import indexer, vectors_attention  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_attention, paged_dense, paged_prefill_wide  # noqa: E402
 
 LONGEST = 1024
 KINDS = ("SPLIT", "NEW", "CHOSEN", "C", "ONE", "RATIO", "num_ctas")

@@ -30,7 +30,7 @@ class Chances(NamedTuple):
     seeds_N: torch.Tensor
 
 
-@gpu_kernel("accept")
+@gpu_kernel("sampling.accept")
 def accept(
     targets_SW: torch.Tensor,
     slots_S: torch.Tensor,

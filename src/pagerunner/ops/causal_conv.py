@@ -33,7 +33,7 @@ def causal_conv(
     return F.silu(total).to(x_BLC.dtype), seen[:, length:].to(state_BWC.dtype)
 
 
-@gpu_kernel("causal_conv")
+@gpu_kernel("recurrent.causal_conv")
 def causal_conv_rows(
     x_TC: torch.Tensor,
     state_EWC: torch.Tensor,
@@ -60,7 +60,7 @@ def causal_conv_rows(
     return out_TC
 
 
-@gpu_kernel("causal_conv")
+@gpu_kernel("recurrent.causal_conv")
 def journaled_conv_rows(
     x_TC: torch.Tensor,
     gates: tuple[torch.Tensor, ...],

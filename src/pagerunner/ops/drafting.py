@@ -48,7 +48,7 @@ class PassTensors:
         )
 
 
-@gpu_kernel("drafting")
+@gpu_kernel("sampling.drafting")
 def next_tokens(
     token_ids_T: torch.Tensor, row_T: torch.Tensor, positions_T: torch.Tensor, slots_R: torch.Tensor, state: SlotState
 ) -> torch.Tensor:
@@ -63,7 +63,7 @@ def next_tokens(
     return found_T.masked_fill_(row_T < 0, 0)
 
 
-@gpu_kernel("drafting")
+@gpu_kernel("sampling.drafting")
 def build_pass(
     slots_S: torch.Tensor,
     ahead: int,
@@ -97,7 +97,7 @@ def build_pass(
         out.write_offset_GS[group, :count] = positions_S % page_tokens
 
 
-@gpu_kernel("drafting")
+@gpu_kernel("sampling.drafting")
 def store_drafts(slots_S: torch.Tensor, drafts_S: torch.Tensor, place: int, state: SlotState) -> None:
     """The slots' drafts number `place`, from 0 on, are these. Slots of -1 are left out."""
     state.drafts[:, place].index_copy_(0, slots_S % state.drafts.shape[0], drafts_S)

@@ -107,7 +107,7 @@ def split_heads(
     return q_TKd.repeat_interleave(repeats, 1), k_TKd.repeat_interleave(repeats, 1), v_THd
 
 
-@gpu_kernel("gdn")
+@gpu_kernel("recurrent.gdn")
 def gated_delta_rows(
     mixed_TC: torch.Tensor,
     rates_TH: torch.Tensor,

@@ -13,7 +13,7 @@ from pagerunner.ops.batch import SlotState
 from pagerunner.ops.dispatch import gpu_kernel
 
 
-@gpu_kernel("guesses")
+@gpu_kernel("sampling.guesses")
 def take_guesses(guesses_GX: torch.Tensor, state: SlotState) -> None:
     """Write the drafts of the slots that `guesses_GX` names: int64, each a slot, the position of the first guessed token, and tokens, -1 behind the last.
 

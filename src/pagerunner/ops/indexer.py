@@ -42,7 +42,7 @@ def rounded_queries(
     return to_fp8(q_TJI, scale_TJ.unsqueeze(-1), dtype).float(), weights_TJ.float() * scale_TJ
 
 
-@gpu_kernel("indexer")
+@gpu_kernel("latent.indexer")
 def choose_slots(
     q_TJI: torch.Tensor,
     weights_TJ: torch.Tensor,

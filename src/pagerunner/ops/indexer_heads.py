@@ -25,7 +25,7 @@ class MeanNorm(NamedTuple):
     eps: float
 
 
-@gpu_kernel("indexer_heads")
+@gpu_kernel("latent.indexer_heads")
 def indexer_heads(
     q_TJI: torch.Tensor,
     keys_TI: torch.Tensor,
@@ -50,7 +50,7 @@ def indexer_heads(
     return q_TJI, keys_TI, weights_TJ.float() * scale
 
 
-@gpu_kernel("indexer_heads")
+@gpu_kernel("latent.indexer_heads")
 def indexer_queries(
     q_TJI: torch.Tensor, weights_TJ: torch.Tensor, angles: RopeAngles, scale: float, mixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 BLOCK_QUERIES = 128
 
 
-@gpu_kernel("latent_store")
+@gpu_kernel("latent.latent_store")
 def store_latent_(
     vectors_TL: torch.Tensor, pages_EXL: torch.Tensor, write: WritePlaces, scales_E: torch.Tensor | None = None
 ) -> None:
@@ -65,7 +65,7 @@ def read_latent(
     return from_fp8(held_SL, scales_E[entries_S].unsqueeze(-1), dtype)
 
 
-@gpu_kernel("latent_decode")
+@gpu_kernel("latent.latent_decode")
 def latent_values(
     q_THC: torch.Tensor,
     q_THP: torch.Tensor,
@@ -112,7 +112,7 @@ def _latents(
     return out_THC
 
 
-@gpu_kernel("expanded_attention")
+@gpu_kernel("latent.expanded_attention")
 def expanded_attention(
     q_THD: torch.Tensor,
     expanded_SHU: torch.Tensor,

@@ -41,7 +41,7 @@ class LatentPrep(NamedTuple):
         turn(vectors_TL[:, None, latent:], self.angles)
 
 
-@gpu_kernel("latent_heads")
+@gpu_kernel("latent.latent_heads")
 def prepare_latent_heads_(
     q_THD: torch.Tensor,
     vectors_TL: torch.Tensor,
@@ -58,7 +58,7 @@ def prepare_latent_heads_(
     store_latent_(vectors_TL, pages_EXL, write, scales_E)
 
 
-@gpu_kernel("latent_heads")
+@gpu_kernel("latent.latent_heads")
 def absorb_latent_heads_(
     q_THD: torch.Tensor,
     vectors_TL: torch.Tensor,

@@ -51,19 +51,19 @@ def matrix(weight_OI: torch.Tensor | Stored, dtype: torch.dtype) -> torch.Tensor
     return weight_OI if isinstance(weight_OI, torch.Tensor) else dense(weight_OI, dtype)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`, [T, O]."""
     return F.linear(x_TI, matrix(weight_OI, x_TI.dtype), bias_O)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def linear_parts(x_TI: torch.Tensor, weight_OI: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
     """`x @ weight.T`, or of `norm(x)`, [T, O]; or float32 sums [P, T, O], maybe of more tokens, which add up to it in their order."""
     return F.linear(x_TI if norm is None else norm(x_TI), weight_OI)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def linear_add_(
     x_TI: torch.Tensor, weight_OI: torch.Tensor | Stored, residual_TO: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> None:
@@ -71,7 +71,7 @@ def linear_add_(
     residual_TO.add_(F.linear(x_TI, matrix(weight_OI, x_TI.dtype), bias_O))
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def silu_linear_add_(
     gate_up_T2I: torch.Tensor,
     weight_OI: torch.Tensor | Stored,
@@ -82,7 +82,7 @@ def silu_linear_add_(
     residual_TO.add_(F.linear(silu_and_mul(gate_up_T2I), matrix(weight_OI, gate_up_T2I.dtype), bias_O))
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def norm_linear(
     x_TI: torch.Tensor, norm: Norm, weight_OI: torch.Tensor | Stored, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -90,7 +90,7 @@ def norm_linear(
     return F.linear(norm(x_TI), matrix(weight_OI, x_TI.dtype), bias_O)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def norm_linear_silu(
     x_TI: torch.Tensor, norm: Norm | None, weight_2OI: torch.Tensor | Stored, bias_2O: torch.Tensor | None = None
 ) -> torch.Tensor:

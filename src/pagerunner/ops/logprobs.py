@@ -15,7 +15,7 @@ USUAL_TOP = 20
 """So many alternatives are looked for at least, if any are, and the first of them reported. Of equal logits torch's search for fewer may find others."""
 
 
-@gpu_kernel("logprobs")
+@gpu_kernel("sampling.logprobs")
 def gather_logprobs(
     logits_SV: torch.Tensor, rows_L: torch.Tensor | None, chosen_L: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

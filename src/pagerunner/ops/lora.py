@@ -137,7 +137,7 @@ def most_tiles(tokens: int, slots: int, most: int = TILE) -> int:
     return min(tokens, (tokens + (most - 1) * used) // most)
 
 
-@gpu_kernel("lora")
+@gpu_kernel("lora.lora")
 def work_list(
     adapters_R: torch.Tensor, query_start_R1: torch.Tensor, tokens: int, slots: int, places: torch.Tensor | None = None
 ) -> WorkList:
@@ -176,7 +176,7 @@ class PairLists(NamedTuple):
     starts_E1: torch.Tensor | None = None
 
 
-@gpu_kernel("lora")
+@gpu_kernel("lora.lora")
 def pair_lists(
     experts_TA: torch.Tensor,
     slots_T: torch.Tensor,
@@ -200,7 +200,7 @@ def pair_lists(
     return PairLists(experts_TA if alone else own_TA, WorkList(tokens_WX, pairs.slots_W), pairs)
 
 
-@gpu_kernel("lora")
+@gpu_kernel("lora.lora")
 def shrink(
     x_TI: torch.Tensor, work: WorkList, blocks: Blocks, layer: Fused, norm: Norm | None = None, *, known: bool = False
 ) -> torch.Tensor:
@@ -225,7 +225,7 @@ def shrink(
     return inner
 
 
-@gpu_kernel("lora")
+@gpu_kernel("lora.lora")
 def expand_(
     y_TO: torch.Tensor,
     inner: torch.Tensor,
@@ -258,7 +258,7 @@ def expand_(
             )
 
 
-@gpu_kernel("lora")
+@gpu_kernel("lora.lora")
 def expand_silu(
     y_T2O: torch.Tensor,
     inner: torch.Tensor,
@@ -276,7 +276,7 @@ def expand_silu(
     return silu_and_mul(y_T2O)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def with_shrink_(
     out_TO: torch.Tensor, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, work: WorkList, adapters: Blocks,
     layer: Fused, *, add: bool = False,
@@ -287,7 +287,7 @@ def with_shrink_(
     return shrink.twin(x_TI, work, adapters, layer)
 
 
-@gpu_kernel("linear")
+@gpu_kernel("linear.linear")
 def adapted_row_(
     out_TO: torch.Tensor,
     x_TI: torch.Tensor,

@@ -82,7 +82,7 @@ def split_parts(
     return mixed_TC[:, :inner].unflatten(1, (heads, head_dim)), b_TGN, c_TGN
 
 
-@gpu_kernel("mamba2")
+@gpu_kernel("recurrent.mamba2")
 def mamba2_rows(
     mixed_TC: torch.Tensor,
     steps_TH: torch.Tensor,

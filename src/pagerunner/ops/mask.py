@@ -7,7 +7,7 @@ import torch
 from pagerunner.ops.dispatch import gpu_kernel
 
 
-@gpu_kernel("mask")
+@gpu_kernel("sampling.mask")
 def allow_bits(logits_SV: torch.Tensor, rows_N: torch.Tensor, bits_NW: torch.Tensor) -> None:
     """Set the logits of every token whose bit is 0 to minus infinity, in place.
 

@@ -61,7 +61,7 @@ def add_shared_(x_TD: torch.Tensor, shared: Shared, activation: GatedActivation,
     linear_add_(inner, shared.down_DS, residual_TD)
 
 
-@gpu_kernel("moe")
+@gpu_kernel("moe.moe")
 def moe_experts(
     x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights, residual_TD: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -85,7 +85,7 @@ def moe_experts(
     return out_TD if residual_TD is None else residual_TD.add_(out_TD)
 
 
-@gpu_kernel("moe")
+@gpu_kernel("moe.moe")
 def moe_experts_then(
     x_TD: torch.Tensor,
     routes: Routes,
@@ -107,7 +107,7 @@ def moe_experts_then(
     return None
 
 
-@gpu_kernel("moe")
+@gpu_kernel("moe.moe")
 def fixed_pairs(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
     """Each pair's part of the sum that `moe_experts` computes, [P, D], in the tokens' order: each as if it were alone. A pair without an expert may get anything."""
     active = routes.experts_TA.shape[1]
@@ -121,7 +121,7 @@ def fixed_pairs(x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> t
     return out_PD
 
 
-@gpu_kernel("moe")
+@gpu_kernel("moe.moe")
 def pair_routes(
     weights_TA: torch.Tensor,
     experts_TA: torch.Tensor,
@@ -134,7 +134,7 @@ def pair_routes(
     return Routes(weights_TA, experts_TA, order_P, starts_E1, ranks=ranks)
 
 
-@gpu_kernel("moe")
+@gpu_kernel("moe.moe")
 def pair_products(
     x: torch.Tensor, routes: Routes, weights_EOI: torch.Tensor | Stored, bias_EO: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from pagerunner.ops.dispatch import gpu_kernel
 
 
-@gpu_kernel("ngram")
+@gpu_kernel("sampling.ngram")
 def draft_ngrams(
     found_SW: torch.Tensor,
     slots_S: torch.Tensor,

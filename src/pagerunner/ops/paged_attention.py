@@ -115,7 +115,7 @@ class HeadPrep(NamedTuple):
         return self.split(qkv_TND)
 
 
-@gpu_kernel("paged_store")
+@gpu_kernel("paged.paged_store")
 def store_kv_(k_TKD: torch.Tensor, v_TKV: torch.Tensor, pages: KVPages, write: WritePlaces) -> None:
     """Write keys and values of all tokens that have a page (entry of at least 0), and round both in place to what pages hold.
 
@@ -155,13 +155,13 @@ def _store_scaled(
     return from_fp8(quantised_TKD, scale_TK.unsqueeze(-1), values_TKD.dtype)
 
 
-@gpu_kernel("paged_store")
+@gpu_kernel("paged.paged_store")
 def prepare_heads_(qkv_TND: torch.Tensor, prep: HeadPrep, pages: KVPages, write: WritePlaces) -> None:
     """Norm and rotate the heads of a projection's output in place, then `store_kv_` its keys and values."""
     store_kv_.twin(*prep.apply_(qkv_TND)[1:], pages, write)
 
 
-@gpu_kernel("paged_attention")
+@gpu_kernel("paged.paged_attention")
 def paged_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -201,13 +201,13 @@ def paged_attention(
     return out_THV
 
 
-@gpu_kernel("paged_attention")
+@gpu_kernel("paged.paged_attention")
 def takes_parts(first: torch.Tensor, prep: HeadPrep, pages: KVPages, rows: StepRows, plan: PagedPlan) -> bool:
     """Whether `projected_attention` of a step adds up parts of a projection in its own kernel. `first` is any tensor of the device."""
     return False
 
 
-@gpu_kernel("paged_attention")
+@gpu_kernel("paged.paged_attention")
 def projected_attention(
     qkv_TND: torch.Tensor,
     prep: HeadPrep,

@@ -18,7 +18,7 @@ import torch
 from pagerunner.ops.dispatch import gpu_kernel
 
 
-@gpu_kernel("pages")
+@gpu_kernel("paged.pages")
 def fill_pages(memory: torch.Tensor, fills_N3: torch.Tensor, most_bytes: int) -> None:
     """Set ranges of `memory` (uint8). Each row of `fills` is an offset, a size and the value of every byte there.
 
@@ -28,7 +28,7 @@ def fill_pages(memory: torch.Tensor, fills_N3: torch.Tensor, most_bytes: int) ->
         memory[offset : offset + size].fill_(value)
 
 
-@gpu_kernel("pages")
+@gpu_kernel("paged.pages")
 def copy_pages(memory: torch.Tensor, copies_N3: torch.Tensor, most_bytes: int) -> None:
     """Copy ranges within `memory` (uint8). Each row of `copies` is a source, a target and a size of at most `most_bytes`.
 

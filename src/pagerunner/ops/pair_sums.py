@@ -35,20 +35,20 @@ class PairSums(NamedTuple):
         return total_TD.to(self.out_PD.dtype)
 
 
-@gpu_kernel("pair_sums")
+@gpu_kernel("moe.pair_sums")
 def add_pairs_(residual_TD: torch.Tensor, pairs: PairSums) -> None:
     """Add the sums to `residual` in place."""
     residual_TD.add_(pairs.total())
 
 
-@gpu_kernel("pair_sums")
+@gpu_kernel("moe.pair_sums")
 def add_pairs_norm_(residual_TD: torch.Tensor, pairs: PairSums, norm: Norm) -> torch.Tensor:
     """Add the sums to `residual` in place and return the norm of that, [T, D]."""
     add_pairs_.twin(residual_TD, pairs)
     return norm(residual_TD)
 
 
-@gpu_kernel("pair_sums")
+@gpu_kernel("moe.pair_sums")
 def add_pairs_norm_linear_(
     residual_TD: torch.Tensor,
     pairs: PairSums,

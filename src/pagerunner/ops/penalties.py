@@ -17,7 +17,7 @@ class Penalties(NamedTuple):
     places_N: torch.Tensor
 
 
-@gpu_kernel("penalties")
+@gpu_kernel("sampling.penalties")
 def penalized(
     logits_SV: torch.Tensor,
     rows_N: torch.Tensor | None,

@@ -2,7 +2,7 @@
 1, 2, 3" (SC 2011). It is a keyed bijection of 128-bit counters, so number i of a stream needs no state and no predecessor.
 
 A token's uniform depends on the request's seed (the key) and the token's absolute position (the counter) alone. The
-kernels of `ops/kernels/sample.py` compute the same numbers, bit for bit.
+kernels of `ops/kernels/sampling/sample.py` compute the same numbers, bit for bit.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def touched_experts(device: torch.device) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-@gpu_kernel("moe_logits")
+@gpu_kernel("moe.moe_logits")
 def expert_logits(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None, *, fixed: bool = False
 ) -> torch.Tensor:
@@ -135,7 +135,7 @@ def few_tokens(tokens: int) -> bool:
     return tokens <= numerics.FAST.router.few_tokens
 
 
-@gpu_kernel("moe_logits")
+@gpu_kernel("moe.moe_logits")
 def norm_expert_logits(
     x_TD: torch.Tensor,
     norm: Norm,
@@ -151,7 +151,7 @@ def norm_expert_logits(
     return x_TD, normed_TD, expert_logits(normed_TD, weight_ED, bias_E)
 
 
-@gpu_kernel("moe_routing")
+@gpu_kernel("moe.moe_routing")
 def route(
     logits_TE: torch.Tensor,
     routing: Routing,
@@ -189,7 +189,7 @@ def route(
     return routes if here is None else own_experts(experts_TA, routes, *here)
 
 
-@gpu_kernel("moe_routing")
+@gpu_kernel("moe.moe_routing")
 def own_experts(experts_TA: torch.Tensor, routes: Routes, first: int, count: int, ranks: int) -> Routes:
     """The routes to `count` of their `experts` from `first` on, numbered from 0. Other pairs, those of other `ranks`, have no expert, and weight 0."""
     here_TA = (experts_TA >= first) & (experts_TA < first + count)

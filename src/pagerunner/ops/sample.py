@@ -74,7 +74,7 @@ def greedy(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_S1.squeeze(-1), logits_SV.gather(1, tokens_S1).squeeze(-1).float()
 
 
-@gpu_kernel("sample")
+@gpu_kernel("sampling.sample")
 def sample(
     logits_SV: torch.Tensor, slots_S: torch.Tensor, positions_S: torch.Tensor, settings: SlotSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ class Pooling(NamedTuple):
     bias: torch.Tensor
 
 
-@gpu_kernel("slot_pooling")
+@gpu_kernel("latent.slot_pooling")
 def pool_slots(
     positions_T: torch.Tensor, poolings: Sequence[Pooling], memory: StatePages, rows: StateRows, overlap: bool
 ) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Ring(NamedTuple):
                 self.journal_EKC[row.entry, : row.end - row.certain] = self.x_TC[row.certain : row.end]
 
 
-@gpu_kernel("slot_pooling")
+@gpu_kernel("latent.slot_pooling")
 def store_slots_(
     pooled_TX: torch.Tensor,
     norms: Sequence[Norm],

@@ -72,7 +72,7 @@ def held_in_fp8(pages: LatentPages | None) -> tuple[Latents, ...]:
     return (*found, Latents(pages.indexer, pages.rope[..., :0], pages.indexer_scales.unsqueeze(-1)))
 
 
-@gpu_kernel("sparse_latents")
+@gpu_kernel("latent.sparse_latents")
 def store_slots_(
     vectors_TL: torch.Tensor,
     keys_TI: torch.Tensor,
@@ -90,7 +90,7 @@ def store_slots_(
     keys.write(keys_TI, *write)
 
 
-@gpu_kernel("sparse_latents")
+@gpu_kernel("latent.sparse_latents")
 def absorb_slots_(
     q_THD: torch.Tensor,
     vectors_TL: torch.Tensor,
@@ -119,7 +119,7 @@ def absorb_slots_(
     return torch.bmm(q_THD[..., : up_HNC.shape[1]].transpose(0, 1), up_HNC).transpose(0, 1)
 
 
-@gpu_kernel("sparse_latents")
+@gpu_kernel("latent.sparse_latents")
 def chosen_values(
     q_THC: torch.Tensor,
     q_THP: torch.Tensor,

@@ -70,7 +70,7 @@ class Slots(NamedTuple):
         return self._replace(chosen=chosen_TK, early=is_choice(rows, self.ratio, self.chosen.top_k))
 
 
-@gpu_kernel("vectors_attention")
+@gpu_kernel("latent.vectors_attention")
 def prepare_vectors_(
     q_THD: torch.Tensor,
     vectors_TD: torch.Tensor,
@@ -95,7 +95,7 @@ def prepare_vectors_(
         store_latent_.twin(vectors_TD, pages, write)
 
 
-@gpu_kernel("vectors_attention")
+@gpu_kernel("latent.vectors_attention")
 def vectors_attention(
     q_THD: torch.Tensor,
     window: Window,

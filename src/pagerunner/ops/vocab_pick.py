@@ -29,7 +29,7 @@ class DrawnRows(NamedTuple):
     settings: SlotSettings
 
 
-@gpu_kernel("vocab_pick")
+@gpu_kernel("sampling.vocab_pick")
 def best_keys(logits_SO: torch.Tensor, first_id: int, widest: int) -> torch.Tensor:
     """A key of the best token of each row and part, int64 [S, P]; the largest key is that of the token which `greedy` takes.
 
@@ -42,7 +42,7 @@ def best_keys(logits_SO: torch.Tensor, first_id: int, widest: int) -> torch.Tens
     return ((order_S.long() << 32) + (_LOW - first_id) - tokens_S)[:, None]
 
 
-@gpu_kernel("vocab_pick")
+@gpu_kernel("sampling.vocab_pick")
 def tokens_of_keys(keys_RSP: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The best tokens, int64 [S], and their logits, float32 [S], as `greedy` says. Ids are in range, whatever the keys are."""
     key_S = keys_RSP.amax(dim=(0, 2))
@@ -57,7 +57,7 @@ def best_tokens(logits_SV: torch.Tensor) -> torch.Tensor:
     return tokens_of_keys(best_keys(logits_SV, 0, vocab_size)[None], vocab_size)[0]
 
 
-@gpu_kernel("vocab_pick")
+@gpu_kernel("sampling.vocab_pick")
 def own_mass(logits_NO: torch.Tensor, rows: DrawnRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The weight of this rank's tokens, float64 [N], and what `own_draw` takes of it."""
     temperature_N1 = rows.settings.scales[:, TEMPERATURE].index_select(0, rows.slots_N)[:, None]
@@ -65,7 +65,7 @@ def own_mass(logits_NO: torch.Tensor, rows: DrawnRows) -> tuple[torch.Tensor, tu
     return weights_NO.sum(dim=-1, dtype=torch.float64), (weights_NO,)
 
 
-@gpu_kernel("vocab_pick")
+@gpu_kernel("sampling.vocab_pick")
 def own_draw(
     logits_NO: torch.Tensor,
     rows: DrawnRows,

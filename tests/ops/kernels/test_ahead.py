@@ -79,7 +79,8 @@ PROCESSES = """
 import json, sys, torch, triton
 from triton.runtime.driver import driver
 from test_ahead import Driver, _store
-from pagerunner.ops.kernels import ahead, pages
+from pagerunner.ops.kernels import ahead
+from pagerunner.ops.kernels.paged import pages
 
 driver._active = Driver()
 ahead._FEWEST_CORES = 1
@@ -127,7 +128,7 @@ compilers.main()
 @pytest.mark.days(6)
 def test_processes_that_compile_end_with_a_starter_that_is_killed():
     """The leash ends while all of them are busy. That is so after every start that fails with kernels to compile."""
-    kernels = [Kernel("pagerunner.ops.kernels.pages", "_fill_pages", str(number)) for number in range(9)]
+    kernels = [Kernel("pagerunner.ops.kernels.paged.pages", "_fill_pages", str(number)) for number in range(9)]
     with subprocess.Popen(
         [sys.executable, "-c", BUSY],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
@@ -180,7 +181,8 @@ TOGETHER = """
 import os, sys, time
 from pathlib import Path
 from triton import knobs
-from pagerunner.ops.kernels import compilers, pages
+from pagerunner.ops.kernels import compilers
+from pagerunner.ops.kernels.paged import pages
 
 def build(kernel):
     Path(knobs.cache.dir, f"begun by {first}").touch()

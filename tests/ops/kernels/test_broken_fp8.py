@@ -13,7 +13,7 @@ import triton.language as tl  # noqa: E402
 
 from pagerunner.batch import WritePlaces  # noqa: E402
 from pagerunner.ops.fp8 import fitting_scale, to_fp8  # noqa: E402
-from pagerunner.ops.kernels import paged_heads  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_heads  # noqa: E402
 from pagerunner.ops.latent_attention import store_latent_  # noqa: E402
 from pagerunner.ops.latent_heads import LatentPrep, prepare_latent_heads_  # noqa: E402
 from pagerunner.ops.linear import Norm  # noqa: E402

@@ -15,9 +15,9 @@ import pytest
 
 from helpers.effort import share_of_the_day
 from pagerunner.attention.paged_sparse import SHARED_MEMORY
-from pagerunner.ops.kernels.linear_wide import SIZES
-from pagerunner.ops.kernels.lora import EXPAND_WARPS, SHRINK_WARPS, expand_warps
-from pagerunner.ops.kernels.vectors_attention import CLUSTER
+from pagerunner.ops.kernels.latent.vectors_attention import CLUSTER
+from pagerunner.ops.kernels.linear.linear_wide import SIZES
+from pagerunner.ops.kernels.lora.lora import EXPAND_WARPS, SHRINK_WARPS, expand_warps
 
 ROOT = Path(__file__).parents[3]
 ROOM = 227 * 1024

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 install()
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
-from pagerunner.ops.kernels import indexer  # noqa: E402
+from pagerunner.ops.kernels.latent import indexer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from helpers.gluon_programs import Launched
 from helpers.indexer_cases import Case, made
 from pagerunner.ops import fp8
 from pagerunner.ops.indexer import choose_slots
-from pagerunner.ops.kernels import indexer, indexer_gluon, indexer_one
+from pagerunner.ops.kernels.latent import indexer, indexer_gluon, indexer_one
 
 ROWS = ((2000, 1), (0, 1), (18, 1), (700, 1), (19, 1), (1663, 1))  # around top_k, and one tile to six of a part
 

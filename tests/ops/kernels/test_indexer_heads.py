@@ -14,7 +14,7 @@ install()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from pagerunner.ops.kernels.indexer_heads import mixed_vector  # noqa: E402
+from pagerunner.ops.kernels.latent.indexer_heads import mixed_vector  # noqa: E402
 
 
 def made(tokens: int, heads: int, size: int, rotary: int, dtype: torch.dtype, mixed: bool) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from pagerunner.ops.rope import rope_angles
 
 pytest.importorskip("triton")
 install()
-from pagerunner.ops.kernels import latent_decode  # noqa: E402
+from pagerunner.ops.kernels.latent import latent_decode  # noqa: E402
 
 KERNELS = ("store_latent_", "prepare_latent_heads_", "absorb_latent_heads_", "latent_values", "expanded_attention")
 ROWS = (RowCase(37, 1), RowCase(0, 9), RowCase(20, 5, 1), RowCase(200, 1))

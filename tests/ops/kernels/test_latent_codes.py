@@ -10,7 +10,7 @@ import torch
 
 from helpers.gluon_groups import Groups
 from helpers.sparse_cases import Case, made
-from pagerunner.ops.kernels import latent_codes_gluon, latent_decode, latent_wide, sparse_latents
+from pagerunner.ops.kernels.latent import latent_codes_gluon, latent_decode, latent_wide, sparse_latents
 from pagerunner.ops.sparse_latents import chosen_values
 
 SIZES = Case((), top_k=200, heads=5, latent=512, rope=64, value=16, dtype=torch.bfloat16, longest=1100, groups=4)

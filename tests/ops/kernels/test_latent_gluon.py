@@ -12,7 +12,7 @@ from helpers.gluon_programs import Launched
 from helpers.launches import compiled_for
 from helpers.sparse_cases import Case, made
 from pagerunner.batch import StepRows
-from pagerunner.ops.kernels import latent_decode, latent_gluon, latent_wide, sparse_latents
+from pagerunner.ops.kernels.latent import latent_decode, latent_gluon, latent_wide, sparse_latents
 from pagerunner.ops.latent_attention import latent_values
 from pagerunner.ops.sparse_latents import chosen_values
 

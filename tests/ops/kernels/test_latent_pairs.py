@@ -10,7 +10,7 @@ import torch
 from helpers.gluon_groups import Described, Groups
 from helpers.interpreter_floats import install
 from helpers.sparse_cases import Case, made
-from pagerunner.ops.kernels import latent_decode, latent_pairs_gluon, latent_wide
+from pagerunner.ops.kernels.latent import latent_decode, latent_pairs_gluon, latent_wide
 from pagerunner.ops.latent_attention import latent_values
 
 install()

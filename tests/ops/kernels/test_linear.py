@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 
 TOKENS = [1, 2, 3, 4, 7]

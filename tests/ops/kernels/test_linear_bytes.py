@@ -7,9 +7,9 @@ import torch
 
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_bytes as kernels
-from pagerunner.ops.kernels import linear_stored
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear_bytes as kernels
+from pagerunner.ops.kernels.linear import linear_stored
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored8, dense
 

@@ -16,10 +16,10 @@ from helpers.as_python import as_python
 from helpers.barriers import Barrier, Room, waits
 from helpers.borders import set_borders
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels import linear_dense
 from pagerunner.ops.kernels.launch import blocks
-from pagerunner.ops.kernels.linear_dense import (
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear import linear_dense
+from pagerunner.ops.kernels.linear.linear_dense import (
     MAX_TOKENS,
     ROOM,
     STEP,
@@ -32,7 +32,7 @@ from pagerunner.ops.kernels.linear_dense import (
     sums_twin,
     whole_gates,
 )
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_parts import Product
 
 SHAPES = [(3072, 4096), (4096, 1024), (24576, 4096), (1000, 200), (64, 8), (4096, 12288)]
 
@@ -171,7 +171,7 @@ class Program:
 
     def run(self, by_token: int, out: torch.Tensor | None = None) -> None:
         """`by_token`: so many features of a token lie one behind the other; 0: a feature's tokens do. `out`: of gates."""
-        from pagerunner.ops.kernels import linear_dense_gluon as kernel
+        from pagerunner.ops.kernels.linear import linear_dense_gluon as kernel
 
         config, rooms = self.config, (self.w_smem, self.x_smem, self.w_full, self.x_full, self.done)
         known = self.known()

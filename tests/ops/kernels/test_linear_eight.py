@@ -17,12 +17,12 @@ from helpers.barriers import Barrier, Room, waits
 from helpers.gluon_programs import room
 from helpers.stored_cases import dequantized, stored
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels import linear_eight, linear_rounded, linear_stored
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.linear_eight import SIZES, EightConfig, _fastest
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_sums import add_parts
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear import linear_eight, linear_rounded, linear_stored
+from pagerunner.ops.kernels.linear.linear_eight import SIZES, EightConfig, _fastest
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_sums import add_parts
 from pagerunner.ops.quantize import GROUP, Quantized, quantize
 from pagerunner.ops.stored import Stored8, dense
 
@@ -212,7 +212,7 @@ class Program:
         (place + (tokens * stride + rows)).store(acc, (rows < num_features) & (tokens < int(num_tokens)))
 
     def run(self, grouped: bool, serial: bool) -> None:
-        from pagerunner.ops.kernels import linear_eight_gluon as kernel
+        from pagerunner.ops.kernels.linear import linear_eight_gluon as kernel
 
         config, known = self.config, self.known()
         for name in ("_copy_weights", "_copy_inputs", "next_step", "_zeros", "_block", "_product", "_add_one", "_add_scaled", "_ended", "_add", "_store"):  # fmt: skip

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from helpers.as_python import Pointer, as_python, language
-from pagerunner.ops.kernels import linear as kernels
-from pagerunner.ops.kernels import linear_dense, linear_held
 from pagerunner.ops.kernels.launch import blocks
-from pagerunner.ops.kernels.linear_held import HeldConfig, config_of, held_config, run_held
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear as kernels
+from pagerunner.ops.kernels.linear import linear_dense, linear_held
+from pagerunner.ops.kernels.linear.linear_held import HeldConfig, config_of, held_config, run_held
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 
 
@@ -47,7 +47,7 @@ class Launched:
         return launch
 
     def run(self, program, pointers, sizes, constants):
-        from pagerunner.ops.kernels import linear_held_gluon as kernel
+        from pagerunner.ops.kernels.linear import linear_held_gluon as kernel
 
         gl = language(program)
         self.turn, self.early = False, []

@@ -9,8 +9,8 @@ from helpers import interpreter_floats
 from helpers.borders import set_borders
 from helpers.effort import by_days
 from helpers.stored_cases import stored
-from pagerunner.ops.kernels import linear_many as many
-from pagerunner.ops.kernels.linear_tiles import run_tiles
+from pagerunner.ops.kernels.linear import linear_many as many
+from pagerunner.ops.kernels.linear.linear_tiles import run_tiles
 from pagerunner.ops.kernels.stored import unpack
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.stored import Stored4, Stored8, dense

@@ -9,9 +9,9 @@ from helpers import interpreter_floats
 from helpers.borders import set_borders
 from helpers.stored_cases import dequantized, stored
 from pagerunner.ops import numerics
-from pagerunner.ops.kernels import linear_many as many
-from pagerunner.ops.kernels import linear_rounded as kernels
-from pagerunner.ops.kernels.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
+from pagerunner.ops.kernels.linear import linear_many as many
+from pagerunner.ops.kernels.linear import linear_rounded as kernels
+from pagerunner.ops.kernels.linear.linear_rounded import Rounded, RoundedConfig, product, rounding, run_rounded
 from pagerunner.ops.linear import Norm, norm_linear_silu, silu_linear_add_
 from pagerunner.ops.quantize import quantize, silu_quantize
 from pagerunner.ops.stored import Stored8, dense

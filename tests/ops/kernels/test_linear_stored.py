@@ -8,9 +8,9 @@ import torch
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_bytes, linear_packed, linear_row
-from pagerunner.ops.kernels import linear_stored as kernels
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear_bytes, linear_packed, linear_row
+from pagerunner.ops.kernels.linear import linear_stored as kernels
+from pagerunner.ops.kernels.linear.linear_parts import Product
 from pagerunner.ops.linear import Norm, linear, linear_add_, norm_linear, norm_linear_silu
 from pagerunner.ops.stored import Stored4, Stored8, dense, pack4
 

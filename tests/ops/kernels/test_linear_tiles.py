@@ -11,9 +11,9 @@ from helpers import interpreter_floats
 from helpers.effort import by_days
 from helpers.stored_cases import stored
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_tiles as kernels
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_tiles import TilesConfig, in_order, run_tiles, serves
+from pagerunner.ops.kernels.linear import linear_tiles as kernels
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_tiles import TilesConfig, in_order, run_tiles, serves
 from pagerunner.ops.linear import Norm, linear
 
 interpreter_floats.install()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from helpers.stored_cases import stored
-from pagerunner.ops.kernels import linear_many, linear_wide
-from pagerunner.ops.kernels.linear_parts import Product
-from pagerunner.ops.kernels.linear_tiles import in_order
-from pagerunner.ops.kernels.linear_wide import WideConfig, has_gluon, reads, stages_of, steps_of, wide_config
+from pagerunner.ops.kernels.linear import linear_many, linear_wide
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.linear.linear_tiles import in_order
+from pagerunner.ops.kernels.linear.linear_wide import WideConfig, has_gluon, reads, stages_of, steps_of, wide_config
 from pagerunner.ops.stored import Stored4, dense, rows_of
 
 ROOM = 227 * 1024
@@ -259,7 +259,7 @@ def as_python(function: Any, **known: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_nothing_beyond_the_scales_is_read(inputs, group, parts):
     """A part's steps are an even number, so the last one may have no columns and no scales."""
-    from pagerunner.ops.kernels import linear_gluon
+    from pagerunner.ops.kernels.linear import linear_gluon
 
     def load(at: Tensor) -> torch.Tensor:
         at.seen.append(at.at)

@@ -121,7 +121,7 @@ def test_products_of_several_adapters(kernel: bool) -> None:
 
 def test_pieces_are_summed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spread over programs or not, the bits are the same."""
-    from pagerunner.ops.kernels import lora as kernels
+    from pagerunner.ops.kernels.lora import lora as kernels
 
     blocks, _ = placed({0: 16}, [16], 300)
     work = lora.work_list.twin(torch.tensor([0], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), 2, 1)
@@ -137,7 +137,7 @@ def test_pieces_are_summed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("most", [64, 0])
 def test_the_norm_before_a_product(most: int, offset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for an adapter that has only the second part, and with more tiles than have pieces of their own."""
-    from pagerunner.ops.kernels import lora as kernels
+    from pagerunner.ops.kernels.lora import lora as kernels
 
     monkeypatch.setattr(kernels, "PIECE", 128)
     monkeypatch.setattr(kernels, "SPREAD_TILES", most)
@@ -179,7 +179,7 @@ def test_a_norm_of_large_numbers_in_float16(alone: bool, monkeypatch: pytest.Mon
 
 def test_wider_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many tiles a program has more outputs, here of two parts neither of which fills it."""
-    from pagerunner.ops.kernels import lora as kernels
+    from pagerunner.ops.kernels.lora import lora as kernels
 
     outputs = [560, 24]
     blocks, _ = placed({0: 3, 1: 20}, outputs, 40)
@@ -288,7 +288,7 @@ def test_one_row_has_the_adapter_in_its_own_product(case: str, slot: int, monkey
 @pytest.mark.parametrize("few", [16, 0])
 def test_the_gate_behind_adapters(few: int, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 40 and 5, the second of which has only the second part; rows without an adapter, and a token of no row."""
-    from pagerunner.ops.kernels import lora as kernels
+    from pagerunner.ops.kernels.lora import lora as kernels
 
     monkeypatch.setattr(kernels, "FEW_TILES", few)
     blocks, _ = placed({0: 40, 1: 5}, [40, 40], 300)
@@ -312,8 +312,8 @@ def test_the_gate_behind_adapters(few: int, rows: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("gated", [False, True])
 def test_tiles_of_one_adapter_are_multiplied_together(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of prompts. Adapters that meet in a program, tiles of no adapter behind the last one, an adapter without one of the products and one without both."""
-    from pagerunner.ops.kernels import lora as kernels
-    from pagerunner.ops.kernels import lora_many
+    from pagerunner.ops.kernels.lora import lora as kernels
+    from pagerunner.ops.kernels.lora import lora_many
 
     monkeypatch.setattr(kernels, "SPREAD_TILES", 0)
     outputs = [140, 140] if gated else [140, 24, 40]

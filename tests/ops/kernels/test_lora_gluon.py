@@ -8,8 +8,9 @@ import torch
 from helpers import gluon_programs
 from pagerunner.ops import lora as ops
 from pagerunner.ops.activation import silu_and_mul
-from pagerunner.ops.kernels import linear_dense, lora
-from pagerunner.ops.kernels.linear_parts import Product
+from pagerunner.ops.kernels.linear import linear_dense
+from pagerunner.ops.kernels.linear.linear_parts import Product
+from pagerunner.ops.kernels.lora import lora
 from pagerunner.ops.lora import Adapters, Blocks, Fused
 
 
@@ -17,7 +18,7 @@ from pagerunner.ops.lora import Adapters, Blocks, Fused
 def launched(monkeypatch):
     """The kernels' launches, run as Python."""
     pytest.importorskip("triton.experimental.gluon")
-    from pagerunner.ops.kernels import lora_gluon
+    from pagerunner.ops.kernels.lora import lora_gluon
 
     class Kernels:
         def __getattr__(self, name):

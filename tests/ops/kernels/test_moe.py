@@ -11,10 +11,10 @@ from helpers.effort import by_days, share_of_the_day
 from helpers.stored_cases import stored
 from pagerunner.ops import numerics
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe, moe_joint
-from pagerunner.ops.kernels.moe_codes import CodesConfig, CodesProduct, codes_products
-from pagerunner.ops.kernels.moe_joint import joins, joint_config, most_tiles, shared_rows
-from pagerunner.ops.kernels.moe_packed import PairsConfig, few_pairs, packs, pairs_products
+from pagerunner.ops.kernels.moe import moe, moe_joint
+from pagerunner.ops.kernels.moe.moe_codes import CodesConfig, CodesProduct, codes_products
+from pagerunner.ops.kernels.moe.moe_joint import joins, joint_config, most_tiles, shared_rows
+from pagerunner.ops.kernels.moe.moe_packed import PairsConfig, few_pairs, packs, pairs_products
 from pagerunner.ops.moe import ExpertWeights, Shared, moe_experts, moe_experts_then, pair_products, pair_routes
 from pagerunner.ops.pair_sums import add_pairs_
 from pagerunner.ops.routing import TILE_PAIRS, Routes, Routing, own_experts, route
@@ -186,7 +186,7 @@ def test_few_tokens_in_4_bits_take_the_kernel_of_pairs(monkeypatch):
     assert isinstance(gate_up, Stored4)
     assert isinstance(down, Stored4)
     seen = []
-    monkeypatch.setattr("pagerunner.ops.kernels.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.moe.pairs_products", lambda *args, **how: seen.append(len(args[0])))
     for tokens, active in ((1, 8), (2, 2), (4, 1), (3, 2), (5, 1)):
         routes = route.kernel(torch.randn(tokens, 8), Routing(active))
         moe_experts.kernel(torch.randn(tokens, 64), routes, ExpertWeights(gate_up, down, SILU))
@@ -238,7 +238,7 @@ def test_what_all_tokens_pass_is_part_of_both_kernels_of_one_token(form, wide, m
     x, residual = torch.randn(1, features), torch.randn(1, features)
     routes = route.kernel(torch.randn(1, experts), Routing(3))
     seen = []
-    monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.moe.add_shared_", lambda *args: seen.append(args))
     got, want = residual.clone(), residual.clone()
     assert (
         moe_experts_then.kernel(x, routes, ExpertWeights(gate_up, down, SILU), residual_TD=got, shared=shared) is None
@@ -271,10 +271,10 @@ def test_what_all_tokens_pass_is_computed_beside_their_experts(form, sizes, monk
     x, residual = torch.randn(tokens, features), torch.randn(tokens, features + 16)
     routes = route.kernel(torch.randn(tokens, experts), Routing(active, normalise=True))
     seen = []
-    monkeypatch.setattr("pagerunner.ops.kernels.moe.add_shared_", lambda *args: seen.append(args))
+    monkeypatch.setattr("pagerunner.ops.kernels.moe.moe.add_shared_", lambda *args: seen.append(args))
     for activation, narrow in ((SILU, inner), (GatedActivation("limited_silu", 1.0), 0)):
         monkeypatch.setattr(
-            "pagerunner.ops.kernels.moe_joint.NARROW", narrow
+            "pagerunner.ops.kernels.moe.moe_joint.NARROW", narrow
         )  # tiles for experts of few inner features, and of more
         got, want = residual.clone(), residual.clone()
         own = x, routes, ExpertWeights(gate_up, down, activation)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagerunner.ops.kernels import moe_lanes
 from pagerunner.ops.kernels.codes import E2M1, INT4
-from pagerunner.ops.kernels.moe_lanes import serves_lanes
+from pagerunner.ops.kernels.moe import moe_lanes
+from pagerunner.ops.kernels.moe.moe_lanes import serves_lanes
 from pagerunner.ops.stored import Stored4, dense
 
 

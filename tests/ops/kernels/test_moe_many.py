@@ -8,8 +8,8 @@ import torch
 from helpers.borders import set_borders
 from helpers.stored_cases import dequantized
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe, moe_many, moe_unpacked
-from pagerunner.ops.kernels.moe_many import ManyConfig, many_product
+from pagerunner.ops.kernels.moe import moe, moe_many, moe_unpacked
+from pagerunner.ops.kernels.moe.moe_many import ManyConfig, many_product
 from pagerunner.ops.moe import ExpertWeights, fixed_pairs, moe_experts
 from pagerunner.ops.quantize import quantize
 from pagerunner.ops.routing import Routes, Routing, route

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import SILU, GatedActivation
-from pagerunner.ops.kernels import moe, moe_piped
-from pagerunner.ops.kernels.moe_piped import (
-    COPY_REGISTERS,
-    LAG,
-    MULTIPLY_REGISTERS,
-    ROWS,
-    STAGES,
-    row_blocks,
-)
+from pagerunner.ops.kernels.moe import moe, moe_piped
+from pagerunner.ops.kernels.moe.moe_piped import COPY_REGISTERS, LAG, MULTIPLY_REGISTERS, ROWS, STAGES, row_blocks
 from pagerunner.ops.moe import ExpertWeights
 from pagerunner.ops.quantize import Quantized
 from pagerunner.ops.routing import Routes, Routing, route

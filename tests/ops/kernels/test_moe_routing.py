@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from helpers.borders import set_borders
-from pagerunner.ops.kernels import moe_logits, moe_routing
-from pagerunner.ops.kernels.moe_logits import LogitsConfig, logits_config, run_logits
+from pagerunner.ops.kernels.moe import moe_logits, moe_routing
+from pagerunner.ops.kernels.moe.moe_logits import LogitsConfig, logits_config, run_logits
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.routing import (
     TILE_PAIRS,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pagerunner.ops.activation import SILU
-from pagerunner.ops.kernels import moe, moe_lanes, moe_streams
 from pagerunner.ops.kernels.launch import blocks, padded
-from pagerunner.ops.kernels.moe_joint import most_tiles
-from pagerunner.ops.kernels.moe_routing import order_pairs
-from pagerunner.ops.kernels.moe_streams import PART_ROWS, serves_streams
+from pagerunner.ops.kernels.moe import moe, moe_lanes, moe_streams
+from pagerunner.ops.kernels.moe.moe_joint import most_tiles
+from pagerunner.ops.kernels.moe.moe_routing import order_pairs
+from pagerunner.ops.kernels.moe.moe_streams import PART_ROWS, serves_streams
 from pagerunner.ops.moe import ExpertWeights
 from pagerunner.ops.routing import Routes, Routing, route
 from pagerunner.ops.stored import Stored4

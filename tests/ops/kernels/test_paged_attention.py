@@ -27,8 +27,8 @@ from helpers.paged_kernels import (  # noqa: E402
     check_projected_drafts,
     check_store,
 )
-from pagerunner.ops.kernels import paged_attention as kernels  # noqa: E402
-from pagerunner.ops.kernels import paged_decode, paged_few, paged_sizes  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_decode, paged_few, paged_sizes  # noqa: E402
 from pagerunner.ops.paged_attention import Scores, paged_attention, store_kv_  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))

@@ -28,7 +28,7 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter runs on machines without a GPU", allow_module_level=True)
 install()
 
-from pagerunner.ops.kernels import paged_fixed  # noqa: E402
+from pagerunner.ops.kernels.paged import paged_fixed  # noqa: E402
 
 ONE = (plain(3, 1), plain(0, 1), plain(70, 1), plain(20, 1))
 MIXED = (plain(3, 1), plain(0, 5), plain(40, 9), plain(20, 1), plain(63, 20))

@@ -15,8 +15,8 @@ from helpers.paged_kernels import check_attention
 from pagerunner.attention.base import Reach
 from pagerunner.attention.paged import PagedBackend
 from pagerunner.batch import KVPages
-from pagerunner.ops.kernels import paged_attention, paged_dense, paged_prefill_gluon, paged_prefill_wide
-from pagerunner.ops.kernels.paged_prefill_wide import Heads, run, serves
+from pagerunner.ops.kernels.paged import paged_attention, paged_dense, paged_prefill_gluon, paged_prefill_wide
+from pagerunner.ops.kernels.paged.paged_prefill_wide import Heads, run, serves
 
 install()
 Rows = tuple[tuple[int, int], ...]

@@ -13,7 +13,7 @@ from pagerunner.attention.paged_recurrent import PagedRecurrentBackend
 from pagerunner.batch import StatePages
 from pagerunner.ops.causal_conv import causal_conv_rows, journaled_conv_rows
 from pagerunner.ops.gdn import gated_delta_rows
-from pagerunner.ops.kernels import causal_conv, gdn, mamba2
+from pagerunner.ops.kernels.recurrent import causal_conv, gdn, mamba2
 from pagerunner.ops.mamba2 import mamba2_rows
 from pagerunner.ops.side_by_side import by_groups
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from helpers.effort import TEST_DAY, effort
-from pagerunner.ops.kernels import sample as kernels
+from pagerunner.ops.kernels.sampling import sample as kernels
 from pagerunner.ops.philox import uniforms
 from pagerunner.ops.sample import SlotSettings, greedy, sample
 

@@ -22,7 +22,7 @@ from pagerunner.runner.pages import Pages
 
 pytest.importorskip("triton")
 install()
-from pagerunner.ops.kernels import indexer, sparse_latents  # noqa: E402
+from pagerunner.ops.kernels.latent import indexer, sparse_latents  # noqa: E402
 
 ROWS = ((150, 1), (0, 1), (38, 1), (39, 1), (40, 1), (63, 1))  # around top_k
 

@@ -16,8 +16,8 @@ from pagerunner.ops.vectors_attention import prepare_vectors_, vectors_attention
 
 pytest.importorskip("triton")
 install()
-from pagerunner.ops.kernels import linear_wide  # noqa: E402
-from pagerunner.ops.kernels import vectors_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels.latent import vectors_attention as kernels  # noqa: E402
+from pagerunner.ops.kernels.linear import linear_wide  # noqa: E402
 
 
 @pytest.mark.days(3)

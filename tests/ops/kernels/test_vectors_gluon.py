@@ -17,8 +17,8 @@ from pagerunner.bench.shapes import SHAPES
 from pagerunner.memory.planner import plan_memory
 from pagerunner.memory.specs import RecurrentState
 from pagerunner.models.configs.reader import read_model_config
-from pagerunner.ops.kernels import vectors_attention as kernels
-from pagerunner.ops.kernels import vectors_fp8_gluon, vectors_gluon
+from pagerunner.ops.kernels.latent import vectors_attention as kernels
+from pagerunner.ops.kernels.latent import vectors_fp8_gluon, vectors_gluon
 from pagerunner.ops.rope import RopeAngles, rope_pairs_
 from pagerunner.ops.sparse_latents import held_in_fp8
 from pagerunner.ops.vectors_attention import Slots, Window, vectors_attention

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.effort import effort
 from pagerunner.ops import vocab_pick
-from pagerunner.ops.kernels import sample as kernels
+from pagerunner.ops.kernels.sampling import sample as kernels
 from pagerunner.ops.sample import SlotSettings, greedy, sample
 
 INF, NAN = math.inf, math.nan

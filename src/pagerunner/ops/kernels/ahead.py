@@ -197,7 +197,7 @@ def _mark(name: str) -> tuple[Any, str]:
     target = driver.active.get_current_target()
     parts = [name, triton.__version__, torch.__version__, repr(target)]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return get_cache_manager(digest.hexdigest()), _MARK
 

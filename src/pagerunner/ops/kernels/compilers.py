@@ -175,8 +175,9 @@ def _build_some(kernels: list[Kernel], todo: int) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    for file in Path(__file__).parent.glob("[a-z]*.py"):
-        importlib.import_module(f"pagerunner.ops.kernels.{file.stem}")
+    here = Path(__file__).parent
+    for file in here.rglob("[a-z]*.py"):
+        importlib.import_module(".".join(("pagerunner.ops.kernels", *file.relative_to(here).with_suffix("").parts)))
     line = sys.stdin.buffer.readline() if select.select([sys.stdin], [], [], _PATIENCE_SECONDS)[0] else b""
     if line.endswith(b"\n"):  # not if the parent has ended, as a start does that finds something wrong
         asked = msgspec.json.decode(line, type=Asked)

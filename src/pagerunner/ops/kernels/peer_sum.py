@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import start_next, wait_turn
-from pagerunner.ops.kernels.pair_sums import NONE, pairs_in_order
+from pagerunner.ops.kernels.moe.pair_sums import NONE, pairs_in_order
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 """Of the numbers in a word."""

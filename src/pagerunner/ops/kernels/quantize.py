@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pagerunner.ops.kernels.launch import blocks, dependent, padded, row_warps, start_next, wait_turn
-from pagerunner.ops.kernels.linear_parts import NO_NORM, norm_kind, norm_weight, token_inputs
+from pagerunner.ops.kernels.linear.linear_parts import NO_NORM, norm_kind, norm_weight, token_inputs
 from pagerunner.ops.linear import Norm
 from pagerunner.ops.quantize import GROUP, LARGEST, LEAST_SCALE, Quantized
 

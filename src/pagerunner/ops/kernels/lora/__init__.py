@@ -1,0 +1,1 @@
+"""Kernels of adapters. `lora.py` chooses."""
