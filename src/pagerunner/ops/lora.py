@@ -9,7 +9,7 @@ A step's tokens are ordered by adapter, in tiles of 16, or of 8 in small steps (
 adapters 1, none and 1. Their tokens are 0, 1 to 20, and 21. Tile 0 is of slot 1, with tokens 0 and 21; and there are no more.
 
 Two launches make a product's sum: `shrink` and `expand_`. All parts of a fused layer share them. Up to 64 tokens with a matrix in floats have the
-first beside the product (`with_shrink_`), and kernels of their own for both (`kernels/lora_gluon.py`). For one token and a matrix in
+first beside the product (`with_shrink_`), and kernels of their own for both (`kernels/lora/lora_gluon.py`). For one token and a matrix in
 floats there is none (`adapted_row_`). Sums have a fixed order, so a step made again has the same bits. A row's bits may differ with the number
 of rows: above `SPREAD_TILES` tiles the norm before a product is rounded first, and other kernels add up otherwise. So `batch_invariant` refuses adapters.
 

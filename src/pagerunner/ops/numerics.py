@@ -7,7 +7,7 @@ Two kernels of one operation make their sums in different orders, so a choice by
   absolute positions, and experts' products are kernels that take all inputs of an output in ascending order.
 
 What a kernel's own tiles are, once it is chosen, stands beside the kernel. With those of `FIXED` tiles don't change bits. So do borders of attention to latents and
-vectors, which no fixed engine has (`kernels/latent_wide.py`, `latent_decode.py`, `sparse_latents.py`, `vectors_attention.py`).
+vectors, which no fixed engine has (`kernels/latent/latent_wide.py`, `latent_decode.py`, `sparse_latents.py`, `vectors_attention.py`).
 
 Kernels read `numerics.FAST` when they are called, so that a test can put other numbers there.
 """

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/indexer_gluon.py` run as Python: scores of rows of one token. `tests/gpu` runs it on a card."""
+"""The kernel of `kernels/latent/indexer_gluon.py` run as Python: scores of rows of one token. `tests/gpu` runs it on a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/latent_codes_gluon.py` run as Python, its groups of warps as threads. `tests/gpu` runs it on a card."""
+"""The kernel of `kernels/latent/latent_codes_gluon.py` run as Python, its groups of warps as threads. `tests/gpu` runs it on a card."""
 
 from __future__ import annotations
 

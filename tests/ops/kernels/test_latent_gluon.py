@@ -1,4 +1,4 @@
-"""The kernel of `kernels/latent_gluon.py` run as Python: slices of all keys, of chosen slots, and of slots in e4m3 for more than 16 heads. `tests/gpu` runs it on a card."""
+"""The kernel of `kernels/latent/latent_gluon.py` run as Python: slices of all keys, of chosen slots, and of slots in e4m3 for more than 16 heads. `tests/gpu` runs it on a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/paged_prefill_gluon.py` run as Python, its groups of warps as threads. `tests/gpu` runs it on a card."""
+"""The kernel of `kernels/paged/paged_prefill_gluon.py` run as Python, its groups of warps as threads. `tests/gpu` runs it on a card."""
 
 from __future__ import annotations
 

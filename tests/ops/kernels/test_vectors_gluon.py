@@ -1,4 +1,4 @@
-"""The kernel of `kernels/vectors_gluon.py` run as Python: which keys a program reads, and what it makes of them. `tests/gpu` runs it on a card."""
+"""The kernel of `kernels/latent/vectors_gluon.py` run as Python: which keys a program reads, and what it makes of them. `tests/gpu` runs it on a card."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ Every kernel waits like this, so order is kept across any number of kernels.
 
 A kernel may let its successor start only after its own wait (step 3 before step 1). Then all earlier kernels have ended when the
 successor starts, and before its own wait the successor may also read what they have written. Example: the second product of a token's
-experts reads which experts these are, and their first weights (`kernels/moe_one.py`). Decode attention does this in every layer. So in
-all layers but the first it reads the step's schedule, and keys of earlier steps, before its wait (`kernels/paged_few.py`).
+experts reads which experts these are, and their first weights (`kernels/moe/moe_one.py`). Decode attention does this in every layer. So in
+all layers but the first it reads the step's schedule, and keys of earlier steps, before its wait (`kernels/paged/paged_few.py`).
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def _given(
 ):  # fmt: skip
     """EACH words of a unit of UNIT words, from its word `first` on. PARTS: two numbers of 16 bits are the sums of so many float32, which are `stride` apart.
 
-    PAIRS: a unit is a token, whose numbers are the sums of so many experts' outputs (`kernels/pair_sums.py`).
+    PAIRS: a unit is a token, whose numbers are the sums of so many experts' outputs (`kernels/moe/pair_sums.py`).
     """
     at = tl.arange(0, PART)
     if PAIRS > 0:

@@ -12,8 +12,8 @@ If rows may see more than CHUNK slots, two kernels between these leave about 1.4
 each of up to 2 k groups of slots, and a bound that k of these reach, so at least k slots do. The other finds the slots that do, a slice a program.
 
 Where rows have one token and see few slots (`takes_few`), one kernel does the work of the first two: the last of a token's programs chooses. Where attention's programs choose
-(`kernels/vectors_choice_gluon.py`), only scores are made here.
-Scores of rows of one token may be made in Gluon (`kernels/indexer_one.py`).
+(`kernels/latent/vectors_choice_gluon.py`), only scores are made here.
+Scores of rows of one token may be made in Gluon (`kernels/latent/indexer_one.py`).
 
 Rows that see at most `top_k` slots have no scores: all their slots are chosen.
 

@@ -1,4 +1,4 @@
-"""Scores of an indexer over paged keys for rows of one token on Hopper, in Gluon. What is computed is as in `kernels/indexer.py`.
+"""Scores of an indexer over paged keys for rows of one token on Hopper, in Gluon. What is computed is as in `kernels/latent/indexer.py`.
 
 Triton's kernel asks for keys when a program's queries have come and lie in shared memory, in fp8 also when they have become codes. Here the first two tiles of keys are asked for beside the queries.
 """

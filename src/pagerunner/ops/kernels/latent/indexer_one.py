@@ -1,4 +1,4 @@
-"""Which scores of rows of one token are made in Gluon (`kernels/indexer_gluon.py`), and their launch."""
+"""Which scores of rows of one token are made in Gluon (`kernels/latent/indexer_gluon.py`), and their launch."""
 
 from __future__ import annotations
 

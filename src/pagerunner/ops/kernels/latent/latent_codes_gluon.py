@@ -1,7 +1,7 @@
 """Attention to slots in e4m3 that an indexer has chosen, on Hopper, in Gluon: some warps make numbers of codes while others multiply them.
 
-`kernels/latent_decode.py` says what a slice is. A unit is a token with up to 16 heads, and its keys are the slots chosen for it. More heads leave no registers for warps that only make numbers
-(`kernels/latent_gluon.py`). Four groups of warps work at once:
+`kernels/latent/latent_decode.py` says what a slice is. A unit is a token with up to 16 heads, and its keys are the slots chosen for it. More heads leave no registers for warps that only make numbers
+(`kernels/latent/latent_gluon.py`). Four groups of warps work at once:
 
 * Copiers bring codes, scales and rotary parts of 32 slots, as they are, into one of three rooms.
 * Two groups of makers have half of each tile of 64 slots. They read a room, and leave numbers in one of two tiles.

@@ -1,6 +1,6 @@
 """Slices of attention in the latent space on Hopper, in Gluon: Triton's language with layouts that the program chooses.
 
-`kernels/latent_decode.py` says what a slice is, and computes the same with plain Triton on any device. Here
+`kernels/latent/latent_decode.py` says what a slice is, and computes the same with plain Triton on any device. Here
 
 * 64 queries are the products' first operand. Up to 16 are their second one, and vectors the first. Queries that a unit doesn't have are zeros.
 * A tile of 64 vectors serves both products from where it lies in shared memory. Two groups of four warps divide a tile's scores among them, by keys or (of 16

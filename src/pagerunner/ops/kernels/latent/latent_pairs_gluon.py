@@ -1,6 +1,6 @@
 """Slices of attention in the latent space on Hopper, with 64 queries and two tiles of 64 vectors at once, in Gluon.
 
-`kernels/latent_decode.py` says what a slice is. `kernels/latent_gluon.py` computes the same with all warps at one tile. Here
+`kernels/latent/latent_decode.py` says what a slice is. `kernels/latent/latent_gluon.py` computes the same with all warps at one tile. Here
 
 * Two groups of four warps have a tile each: they multiply its vectors by the queries. They tell each other their largest scores, so both have weights that are relative to the same.
 * Each group has half of a latent's elements, of both tiles: it adds its own tile's with weights that it has in registers, then the other tile's with weights that the other one left.

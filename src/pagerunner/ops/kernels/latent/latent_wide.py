@@ -1,7 +1,7 @@
 """Attention in the latent space with tiles of 64 queries and 64 vectors on Hopper: where it serves, and how it is launched.
 
-The kernel is `kernels/latent_gluon.py`. It computes what `_slices_kernel` of `kernels/latent_decode.py` and `_chosen_kernel` of
-`kernels/sparse_latents.py` compute, at DeepSeek's sizes in half precision.
+The kernel is `kernels/latent/latent_gluon.py`. It computes what `_slices_kernel` of `kernels/latent/latent_decode.py` and `_chosen_kernel` of
+`kernels/latent/sparse_latents.py` compute, at DeepSeek's sizes in half precision.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _queries(x: torch.Tensor) -> Any:
 
 
 def _takes_pairs(q_THC: torch.Tensor, q_THP: torch.Tensor, pages: Latents, queries: int) -> bool:
-    """Whether `kernels/latent_pairs_gluon.py` serves units of so many queries, all of whose keys they see."""
+    """Whether `kernels/latent/latent_pairs_gluon.py` serves units of so many queries, all of whose keys they see."""
     heads, (codes, rope, scales) = q_THC.shape[1], pages
     if queries <= 16 or scales is not None or not (heads == queries or heads % 64 == 0):
         return False

@@ -3,7 +3,7 @@
 A program has a block of one token's heads and a part of its chosen slots. Slots are the products' long side: 64 slots' vectors meet all
 the block's heads, and the latents of 64 slots, turned, meet the heads' weights. So a block of 16 heads, which is what a rank of eight
 has, fills the tensor cores' instructions as 64 heads do. A token's parts are merged by the kernel that carries results back to values
-(`kernels/latent_decode.py`). How many parts there are doesn't depend on lengths.
+(`kernels/latent/latent_decode.py`). How many parts there are doesn't depend on lengths.
 
 Latents in fp8 have a scale for each block of elements. It is a power of two, so numbers are exact in bfloat16.
 

@@ -400,7 +400,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/vectors_gluon.py`
+GLUON_TILES, GLUON_SIZE = Tiles(64, 64, 8, 2), 512  # of `kernels/latent/vectors_gluon.py`
 GLUON_HEADS = 16  # fewer leave most of a tile's 64 queries empty
 GLUON_PARTS = (448, 64)  # of a vector in fp8: codes in blocks of 64, and rotary elements
 MANY_HEADS = 32  # fewer with numbers in pages go by Triton's kernel in prompts and large batches, as its programs share a multiprocessor
@@ -447,7 +447,7 @@ def by_gluon(q_THD: torch.Tensor, window: Window, slots: Slots | None) -> bool:
 
 
 def _codes_by_gluon(pages: Latents, dtype: torch.dtype) -> bool:
-    """Whether `kernels/vectors_fp8_gluon.py` reads these slots: e4m3 with bytes of scales, in strides that their rotary parts have, too."""
+    """Whether `kernels/latent/vectors_fp8_gluon.py` reads these slots: e4m3 with bytes of scales, in strides that their rotary parts have, too."""
     codes, rope, scales = pages
     if scales is None or scales.itemsize != 1 or codes.dtype != torch.float8_e4m3fn or dtype != torch.bfloat16:
         return False

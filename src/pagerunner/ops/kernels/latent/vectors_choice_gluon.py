@@ -1,4 +1,4 @@
-"""The choice of slots in the programs of attention to them (`kernels/vectors_gluon.py`), by scores of the launch before. In Gluon, for Hopper.
+"""The choice of slots in the programs of attention to them (`kernels/latent/vectors_gluon.py`), by scores of the launch before. In Gluon, for Hopper.
 
 Both programs of a token's cluster choose, as nobody has to be waited for then. Meanwhile queries and the window are on their way. If the launch before chose, attention's programs would
 have no room on its multiprocessors until then.

@@ -1,4 +1,4 @@
-"""The attention of `kernels/vectors_gluon.py` to windows and slots in e4m3, which a Hopper program makes numbers of while it multiplies.
+"""The attention of `kernels/latent/vectors_gluon.py` to windows and slots in e4m3, which a Hopper program makes numbers of while it multiplies.
 
 A tile has keys of one kind: the step's own vectors, or what is in pages, the window and behind it slots in one list. So of 128 + 512 keys in pages each of ten tiles is full.
 Vectors are copied to where products read them. Codes, scales and rotary parts are copied, too. While a tile's weights meet its vectors, the next tile's codes become numbers in shared memory. So they are read from

@@ -1,4 +1,4 @@
-"""Attention to vectors and slots of `kernels/vectors_attention.py` for heads of 512 on Hopper, in Gluon: Triton's language with layouts that the program chooses.
+"""Attention to vectors and slots of `kernels/latent/vectors_attention.py` for heads of 512 on Hopper, in Gluon: Triton's language with layouts that the program chooses.
 
 A program has 64 heads of a token; what a tile has beyond a rank's heads is left out at the end. Both groups of four warps work on each tile of keys: a group computes the scores of half of its keys, and the sums of half
 of their elements. Triton places chained products so that both groups compute all scores. Keys are copied into shared memory once, where they are the

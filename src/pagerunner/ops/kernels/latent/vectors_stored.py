@@ -1,4 +1,4 @@
-"""Vectors in pages as kernels take them: numbers, or codes with rotary parts and scales. See `kernels/vectors_attention.py`."""
+"""Vectors in pages as kernels take them: numbers, or codes with rotary parts and scales. See `kernels/latent/vectors_attention.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Products of a token with a matrix of e4m3 codes and scales of rows (`ops/stored.py`): codes go from memory straight into the matrix units' registers.
 
-As `kernels/linear_packed.py` does it for 4 bits: a lane takes 16 neighbouring bytes of a row, and of each token the inputs of these columns.
+As `kernels/linear/linear_packed.py` does it for 4 bits: a lane takes 16 neighbouring bytes of a row, and of each token the inputs of these columns.
 A segment is 64 columns. A row is cut into 8 pieces, so that a token's pieces fill the 8 columns of a product. With 16 tokens, each in one
-piece, the kernel took longer than `kernels/linear_stored.py`'s (docs/performance/stored-weights.md).
+piece, the kernel took longer than `kernels/linear/linear_stored.py`'s (docs/performance/stored-weights.md).
 
 A code's bits in place are 2 ** -120 of its number. Inputs are multiplied by 2 ** 60, and sums by 2 ** 60. Both are exact for inputs
 below 2 ** 67. The norm before a product may be part of it: its weights multiply inputs, which are rounded once, and its scale multiplies sums.

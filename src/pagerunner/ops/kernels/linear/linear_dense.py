@@ -1,7 +1,7 @@
 """Products of few tokens with bfloat16 or float16 weights on Hopper, whose weights are on their way before the kernel before has ended.
 
 cuBLAS reads no weights before its predecessor has ended. While norms, sums and attention run, memory is idle then. This kernel
-(`kernels/linear_dense_gluon.py`, in Gluon) fills its shared memory with weights first. Example: 132 programs of 144 KB each hold 19 MB. That is a product
+(`kernels/linear/linear_dense_gluon.py`, in Gluon) fills its shared memory with weights first. Example: 132 programs of 144 KB each hold 19 MB. That is a product
 of 4096 times 2048 as a whole.
 
 **Division.** A *step* is 64 columns of a tile of 64, 128 or 192 rows. All steps of all tiles are numbered, tile after tile, and each program has equally many.

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/linear_dense.py`, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernel of `kernels/linear/linear_dense.py`, in Gluon: Triton's language with layouts that the program chooses.
 
 One warp copies, several steps ahead. Before the kernel before has ended it fills all room for weights; after that, inputs come, too.
 C groups of four warps multiply, each 64 rows of weights times all tokens. Both operands are in shared memory. With gates inside it is all tokens

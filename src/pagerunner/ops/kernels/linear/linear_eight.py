@@ -1,6 +1,6 @@
 """Products of rounded inputs with matrices of 8-bit codes on Hopper, whose weights are on their way before the kernel before has ended.
 
-As `kernels/linear_dense.py` does with numbers, each multiprocessor fills its shared memory with codes while the rounding of the inputs, and what stands
+As `kernels/linear/linear_dense.py` does with numbers, each multiprocessor fills its shared memory with codes while the rounding of the inputs, and what stands
 before it, still runs. Example: 128 programs hold up to 22 MB, so an output projection of 4096 x 4096 is there as a whole.
 
 A tile has all tokens. They are blocks of up to 64, and perhaps a smaller one. With scales of blocks the product of each step and block of tokens is

@@ -1,6 +1,6 @@
-"""The kernel of `kernels/linear_eight.py`, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernel of `kernels/linear/linear_eight.py`, in Gluon: Triton's language with layouts that the program chooses.
 
-It is built as `kernels/linear_dense_gluon.py`: one warp copies, and C groups of four warps multiply 64 rows of weights each. Both operands are codes of 8 bits in shared memory. Scales of blocks multiply each step's product, in float32; scales of rows and of tokens multiply sums.
+It is built as `kernels/linear/linear_dense_gluon.py`: one warp copies, and C groups of four warps multiply 64 rows of weights each. Both operands are codes of 8 bits in shared memory. Scales of blocks multiply each step's product, in float32; scales of rows and of tokens multiply sums.
 
 Shape letters: N blocks of BT tokens and one of MORE are a tile's; WIDE is a power of two that holds them all. A step is 128 columns of C 64 rows; a row of tiles has S steps.
 """

@@ -1,4 +1,4 @@
-"""The kernel of `kernels/linear_wide.py`, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernel of `kernels/linear/linear_wide.py`, in Gluon: Triton's language with layouts that the program chooses.
 
 One warp copies: codes and inputs come into shared memory by the bulk copy engine, several steps ahead. C groups of four warps compute, each the sums
 of 64 output features of its own. Weights are the matrix units' first operand, in registers. While a group converts codes, its product of the

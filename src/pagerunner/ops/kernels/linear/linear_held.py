@@ -1,7 +1,7 @@
 """Products of 2 to 8 tokens with bfloat16 or float16 weights on Hopper: weights go from memory into registers of matrix units.
 
-One token's kernel (`kernels/linear.py`) asks for its weights before its turn, has the norm before the product, and the gate or the addition behind it. This
-kernel (`kernels/linear_held_gluon.py`, in Gluon) does the same for a few tokens, so a step of four tokens costs little more than one of one token.
+One token's kernel (`kernels/linear/linear.py`) asks for its weights before its turn, has the norm before the product, and the gate or the addition behind it. This
+kernel (`kernels/linear/linear_held_gluon.py`, in Gluon) does the same for a few tokens, so a step of four tokens costs little more than one of one token.
 Weights don't pass through shared memory: a thread loads what it multiplies.
 
 Shape letters: T tokens, I input features, O output features.

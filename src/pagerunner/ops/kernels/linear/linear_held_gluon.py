@@ -1,4 +1,4 @@
-"""The kernel of `kernels/linear_held.py`, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernel of `kernels/linear/linear_held.py`, in Gluon: Triton's language with layouts that the program chooses.
 
 Weights go from memory into the registers from which matrix units take them. A thread loads 16 bytes of a row: eight columns, which are four
 pairs of a matrix unit's operand. Inputs are loaded with their columns in the same order, so that products are of equal columns. Example: the first

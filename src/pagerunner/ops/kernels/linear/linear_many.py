@@ -1,9 +1,9 @@
-"""Products of many tokens with a stored matrix; see `ops/linear.py`. `kernels/linear.py` has those of few.
+"""Products of many tokens with a stored matrix; see `ops/linear.py`. `kernels/linear/linear.py` has those of few.
 
 Three ways, by the weights and by what was measured (docs/performance/stored-weights.md):
 
-* The input is rounded to 8 bits, as the weights are, where the checkpoint's writer means it so (`kernels/linear_rounded.py`).
-* The weights are converted in registers (`kernels/linear_wide.py` where it can, else `kernels/linear_tiles.py`).
+* The input is rounded to 8 bits, as the weights are, where the checkpoint's writer means it so (`kernels/linear/linear_rounded.py`).
+* The weights are converted in registers (`kernels/linear/linear_wide.py` where it can, else `kernels/linear/linear_tiles.py`).
 * A matrix is unpacked, some of its output features at a time, and multiplied by cuBLAS. What is unpacked at a time stays in the device's
   second-level cache.
 

@@ -4,8 +4,8 @@
 segment's sums are multiplied by a row's scale once, in float32, and codes are converted exactly. Scales of whole rows multiply at the end.
 A zero point z of a group takes z - 8 times the sum of the segment's inputs off a segment's sums.
 
-In bfloat16, `kernels/linear_packed.py` serves most forms of 4 bits, in float16 int4, and `kernels/linear_bytes.py` one token of e4m3 with scales of rows. One token of
-other 8 bits is `kernels/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear.py`. The norm before a product
+In bfloat16, `kernels/linear/linear_packed.py` serves most forms of 4 bits, in float16 int4, and `kernels/linear/linear_bytes.py` one token of e4m3 with scales of rows. One token of
+other 8 bits is `kernels/linear/linear_row.py`'s. Gate, addition and early start are those of `kernels/linear/linear.py`. The norm before a product
 is a kernel of its own: inside, every program would repeat it, and that took longer (docs/performance/stored-weights.md).
 """
 

@@ -364,7 +364,7 @@ def in_order(
 ) -> torch.Tensor:
     """The inputs, their norm, or `silu(gate) * up` of them, in the order in which the codes come; [T, I or more], with zeros beyond I.
 
-    With `pairs` it is the order of `kernels/linear_wide.py`: one operation makes the numbers of bytes 0 and 2 of a word, so these come first.
+    With `pairs` it is the order of `kernels/linear/linear_wide.py`: one operation makes the numbers of bytes 0 and 2 of a word, so these come first.
     """
     tokens, inputs = x_TI.shape[0], weight_OI.shape[1]
     per = 1 if isinstance(weight_OI, Stored8) else 2

@@ -1,6 +1,6 @@
 """Products of some to 256 tokens with stored matrices (`ops/stored.py`) on Hopper, whose codes are converted in registers.
 
-`kernels/linear_tiles.py` computes the same with plain Triton, on any device and of any form. This kernel, `kernels/linear_gluon.py`, is written in Gluon,
+`kernels/linear/linear_tiles.py` computes the same with plain Triton, on any device and of any form. This kernel, `kernels/linear/linear_gluon.py`, is written in Gluon,
 Triton's language with layouts that the program chooses: copies and computations have warps of their own, and conversions run beside products. A layer's
 four products were 1.1 to 1.45 times as fast (docs/performance/stored-weights.md).
 

@@ -1,5 +1,5 @@
 """Kernels of ops/lora.py: a work list once a step, and two launches for the products of a layer; the second has the gate behind gate and up inside.
-Those beside a product of up to 64 tokens are in `kernels/lora_gluon.py`, and `A x` of prompts in `kernels/lora_many.py`.
+Those beside a product of up to 64 tokens are in `kernels/lora/lora_gluon.py`, and `A x` of prompts in `kernels/lora/lora_many.py`.
 
 A program of `_shrink` has a tile of tokens, a block of ranks and, with few tiles, one piece of the input features. With many it sums the
 pieces itself, each from zero and in the same order, so without a norm the bits are the same. Nothing is added atomically.

@@ -1,10 +1,10 @@
-"""The kernels of `kernels/lora.py` beside a product of several tokens, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernels of `kernels/lora/lora.py` beside a product of several tokens, in Gluon: Triton's language with layouts that the program chooses.
 
 Adapters go from memory into the registers from which matrix units take them, so no thread waits for another one's numbers. Ranks of A, or outputs of B, are rows of
 a matrix unit's result, and a tile's tokens, 8 at most, its columns. A column's sums are its own: one without a token computes the first one's again, and
 nobody stores them.
 
-A thread loads 16 bytes: of A eight features of a rank, as in `kernels/linear_held_gluon.py`; of B eight outputs of each of four ranks. These are two rows each of
+A thread loads 16 bytes: of A eight features of a rank, as in `kernels/linear/linear_held_gluon.py`; of B eight outputs of each of four ranks. These are two rows each of
 four results, so a thread has eight neighbouring outputs of a token. Example: outputs 0 to 7 are rows 0 and 8 of a warp's four results.
 
 A thread stands still at the first number that it needs and that isn't there. So what says where numbers lie is asked for at once, and then all numbers.

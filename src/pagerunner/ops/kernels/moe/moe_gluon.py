@@ -1,4 +1,4 @@
-"""The kernel of `kernels/moe_many.py` for dense halves, and for e4m3 with scales of blocks, on Hopper, in Gluon: Triton's language with layouts that the program chooses.
+"""The kernel of `kernels/moe/moe_many.py` for dense halves, and for e4m3 with scales of blocks, on Hopper, in Gluon: Triton's language with layouts that the program chooses.
 
 Four warps copy, several steps ahead, tile after tile. Two groups of four warps multiply, each 64 pairs of a tile. So a tile's first inputs come while what
 the tile before has computed is stored. Shape letters as in `ops/moe.py`; a step is 128 bytes of a row: 64 halves, or 128 numbers of 8 bits.
@@ -215,7 +215,7 @@ def _compute(c: gl.constexpr, x_smem, w_smem, full, empty, xs_ptr, x_step, s_ptr
 def many_kernel(x_ptr, x_desc, w_desc, xs_ptr, s_ptr, bias_ptr, weights_ptr, order_ptr, blocks_ptr, starts_ptr, out_ptr, active, programs, limit, x_step, E: gl.constexpr,
                 N: gl.constexpr, K: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
                 WEIGH: gl.constexpr, REGS: gl.constexpr, COPY_REGS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Tiles of 128 pairs of an expert times 128 gates and as many ups, or 256 features, of N; see `_many_kernel` of `kernels/moe_many.py`.
+    """Tiles of 128 pairs of an expert times 128 gates and as many ups, or 256 features, of N; see `_many_kernel` of `kernels/moe/moe_many.py`.
 
     Numbers of 8 bits have scales of 128 x 128 of the weights, and of 128 of a row of inputs, whose steps are `x_step` apart.
     """

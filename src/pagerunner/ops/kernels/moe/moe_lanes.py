@@ -1,6 +1,6 @@
-"""Launches the kernels of `kernels/moe_lanes_gluon.py`: experts in MXFP4 and NVFP4 of a few pairs of an expert, on Hopper.
+"""Launches the kernels of `kernels/moe/moe_lanes_gluon.py`: experts in MXFP4 and NVFP4 of a few pairs of an expert, on Hopper.
 
-Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_codes.py` serves.
+Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe/moe_codes.py` serves.
 Shape letters as in `ops/moe.py`.
 """
 

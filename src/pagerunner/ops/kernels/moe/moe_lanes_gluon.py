@@ -1,6 +1,6 @@
-"""The kernels of `kernels/moe_lanes.py`: experts' products with e2m1 weights of a few pairs of an expert, in Gluon.
+"""The kernels of `kernels/moe/moe_lanes.py`: experts' products with e2m1 weights of a few pairs of an expert, in Gluon.
 
-As in `kernels/moe_codes.py` weights are the first operand, and codes become numbers in the registers that a matrix unit reads. What differs is how
+As in `kernels/moe/moe_codes.py` weights are the first operand, and codes become numbers in the registers that a matrix unit reads. What differs is how
 memory is read, which is what takes the time (docs/performance/experts.md):
 
 * A *chunk* is 256 columns. A copy brings 128 neighbouring bytes of a row. Four lanes share a row, and each has 32 neighbouring bytes, two runs.

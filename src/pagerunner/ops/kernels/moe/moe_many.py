@@ -4,7 +4,7 @@ Tiles go expert by expert, and within an expert from one block of pairs to the n
 travel by bulk copies (the "tensor memory accelerator" of Hopper), and so do the rows of the second product, which stand in expert order.
 
 Matrices of 8-bit floats can be multiplied as they are, with inputs that are rounded to 8 bits, too (`ops/quantize.py`). Other stored matrices
-are unpacked before (`kernels/moe_unpacked.py`). Shape letters as in `ops/moe.py`.
+are unpacked before (`kernels/moe/moe_unpacked.py`). Shape letters as in `ops/moe.py`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _many_kernel(x_ptr, x_rows, x_half, w_matrix, s_ptr, xs_ptr, bias_ptr, weigh
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, BO: tl.constexpr,
                  STEPS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
                  WEIGH: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Tiles of BM pairs of an expert times BN of its N features, as in `kernels/moe.py`. HALF: half as many pairs where there are no more.
+    """Tiles of BM pairs of an expert times BN of its N features, as in `kernels/moe/moe.py`. HALF: half as many pairs where there are no more.
 
     `w_matrix` has gates and ups as [E, N, 2, K], so that a step's tile has them in turns and is one product; other weights as a plain matrix.
     STEPS: scales of BO rows and 128 columns of the weights, else of rows. GROUPED: scales of 128 features of the inputs, else of rows.

@@ -1,5 +1,5 @@
 """Experts of a few tokens with 4-bit weights; see `ops/moe.py`. Codes go from memory straight into the matrix units' registers, as in
-`kernels/linear_packed.py`, whose words this file uses: a *piece* is what a row and its token are cut into, 8 of each.
+`kernels/linear/linear_packed.py`, whose words this file uses: a *piece* is what a row and its token are cut into, 8 of each.
 
 Every pair of a token and an expert is a product of its own, of one token. So the pairs need no order. Two tokens that chose the same expert
 read its weights twice.

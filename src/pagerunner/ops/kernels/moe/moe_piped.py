@@ -1,6 +1,6 @@
-"""Launches the kernel of `kernels/moe_gluon.py`: experts' products of many tokens with dense halves, or with e4m3 in blocks, on Hopper.
+"""Launches the kernel of `kernels/moe/moe_gluon.py`: experts' products of many tokens with dense halves, or with e4m3 in blocks, on Hopper.
 
-Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_many.py` serves.
+Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe/moe_many.py` serves.
 Shape letters as in `ops/moe.py`.
 """
 

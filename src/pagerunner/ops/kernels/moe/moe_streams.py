@@ -1,6 +1,6 @@
-"""Launches the kernel of `kernels/moe_streams_gluon.py`: experts in 4 bits of dozens to hundreds of pairs of an expert, on Hopper.
+"""Launches the kernel of `kernels/moe/moe_streams_gluon.py`: experts in 4 bits of dozens to hundreds of pairs of an expert, on Hopper.
 
-Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe_codes.py` serves.
+Gluon is experimental, so only those versions of Triton are used that were measured (`has_gluon`). With any other, `kernels/moe/moe_codes.py` serves.
 Shape letters as in `ops/moe.py`.
 """
 

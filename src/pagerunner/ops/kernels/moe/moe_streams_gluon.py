@@ -1,4 +1,4 @@
-"""The kernels of `kernels/moe_streams.py`: experts' products with 4-bit weights, in Gluon, for dozens to hundreds of pairs of an expert.
+"""The kernels of `kernels/moe/moe_streams.py`: experts' products with 4-bit weights, in Gluon, for dozens to hundreds of pairs of an expert.
 
 One warp copies. Codes and inputs come into shared memory by the bulk copy engine, several stages ahead, across the end of a tile. C groups of warps
 compute, each the sums of 64 rows of weights, a *block*. Weights are the matrix units' first operand, in registers: a row's codes become numbers

@@ -1,4 +1,4 @@
-"""Paged attention on a CUDA device: which kernels a step needs. `kernels/paged_sizes.py` has their tiles."""
+"""Paged attention on a CUDA device: which kernels a step needs. `kernels/paged/paged_sizes.py` has their tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tiles of keys a block of queries has in `kernels/paged_prefill_gluon.py`: in which order, where they lie, and which of them need masks.
+"""Which tiles of keys a block of queries has in `kernels/paged/paged_prefill_gluon.py`: in which order, where they lie, and which of them need masks.
 
 Example: the block with queries 64 to 95 of a row after 300 tokens, with tiles of 128 keys. Its tiles are the new tokens 0 to 127, of which each query sees others; the last 44 of
 the past; then its tokens 128 to 255, and 0 to 127. In a window of 100 keys these last ones are none that a query sees, and the end of the past needs a mask for its oldest keys, too.

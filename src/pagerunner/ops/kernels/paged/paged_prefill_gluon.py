@@ -1,6 +1,6 @@
 """Prefill attention on Hopper, in Gluon: Triton's language with layouts that the program chooses.
 
-`kernels/paged_prefill.py` says what a block is, and computes the same with plain Triton on any device. Here
+`kernels/paged/paged_prefill.py` says what a block is, and computes the same with plain Triton on any device. Here
 
 * A program takes the next block before it copies a block's last values, so that its queries and first keys are there in time. Those with most keys
   come first, so that programs end at about the same time.

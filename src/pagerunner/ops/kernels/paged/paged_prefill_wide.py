@@ -1,4 +1,4 @@
-"""Which steps' prefill `kernels/paged_prefill_gluon.py` computes, and its launch. fp8 pages are converted first: see `kernels/paged_dense.py`."""
+"""Which steps' prefill `kernels/paged/paged_prefill_gluon.py` computes, and its launch. fp8 pages are converted first: see `kernels/paged/paged_dense.py`."""
 
 from __future__ import annotations
 

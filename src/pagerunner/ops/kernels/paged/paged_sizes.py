@@ -1,4 +1,4 @@
-"""With what tiles kernels of paged attention are launched; see `kernels/paged_attention.py`."""
+"""With what tiles kernels of paged attention are launched; see `kernels/paged/paged_attention.py`."""
 
 from __future__ import annotations
 

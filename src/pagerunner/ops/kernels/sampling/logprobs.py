@@ -2,7 +2,7 @@
 
 The first reads the logits: of a tile its largest, the sum of exponentials beside that, and how many are more likely than the chosen token; and the
 largest logit of each run of RUN tokens. The k-th largest of these is a bound that the best k reach, so few runs are read again
-(`kernels/sample.py` looks for top-k alike). Where many are equal, or there are few runs, the best are looked for one after another.
+(`kernels/sampling/sample.py` looks for top-k alike). Where many are equal, or there are few runs, the best are looked for one after another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens from logits that lie divided among ranks; see `ops/vocab_pick.py`. Runs and tiles are those of `kernels/sample.py`."""
+"""Tokens from logits that lie divided among ranks; see `ops/vocab_pick.py`. Runs and tiles are those of `kernels/sampling/sample.py`."""
 
 from __future__ import annotations
 
